@@ -1,0 +1,1 @@
+"""The tests: units mirror the modules, the rest is named after trouble."""
