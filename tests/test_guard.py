@@ -76,7 +76,7 @@ def import_for_the_first_time(name):
     return __import__(name)
 
 def warn_and_log(logger):
-    warnings.showwarning(UserWarning("odd"), UserWarning, "odd.py", 1, file=io.StringIO())
+    warnings.formatwarning(UserWarning("odd"), UserWarning, "odd.py", 1)
     try:
         1 / 0
     except ZeroDivisionError:
@@ -207,8 +207,9 @@ async def test_is_clean():
 """
 
 
-def test_swallowed_calls_fail_the_test(pytester: pytest.Pytester) -> None:
+def test_swallowed_calls_fail_the_test(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """`except Exception` in the package cannot hide a blocking call, and the next test starts clean."""
+    monkeypatch.setenv("AIOCKPT_TEST_LOOP", "asyncio")
     root = Path(__file__).parent.parent
     pytester.makeconftest("from tests.conftest import *\nfrom tests.conftest import _watch_blocking_calls\n")
     pytester.makepyfile(SWALLOWED)
