@@ -36,6 +36,15 @@ def _chosen_loops() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     return {choice: LOOPS[choice]}
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the time limit reach a test that hangs on uvloop."""
+    # uvloop hands what a signal handler raises to its exception handler and goes on waiting, so an alarm
+    # cannot end an idle test there. A timer thread can: it prints all stacks and ends the whole run.
+    if "uvloop" in _chosen_loops() and config.option.timeout_method is None:
+        config.option.timeout_method = "thread"
+
+
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
