@@ -1,0 +1,258 @@
+"""The blocking half of `LocalStore`: one run's folder, and what makes changes in it durable.
+
+Everything this library leaves in a run beside steps and keys has one form of name,
+`.<name>.<32 hex digits><ending>`, so that litter is told from users' files for sure:
+
+    .<name>.<save id>           an attempt's folder
+    .<name>.<save id>.lock      its lock file; held as long as its writer lives
+    .<name>.<hex>.retired       a step that was moved aside in order to be removed
+    .put.<hex>.tmp              a small file on its way to its name
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable
+from typing import TypeVar
+
+from .._files import FileSystem
+from . import MANIFEST
+
+__all__ = ["RunFolder", "failure"]
+
+T = TypeVar("T")
+logger = logging.getLogger("aiockpt.storage")
+
+LITTER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}(?P<ending>|\.lock|\.retired|\.tmp)", re.DOTALL)
+TRIES = 5
+NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
+
+
+def failure(code: int, path: str) -> OSError:
+    """Make the OSError that the system would raise for `path`."""
+    return OSError(code, os.strerror(code), path)
+
+
+def patiently(call: Callable[[str], T], path: str) -> T:
+    """Look again when a network file system answers with a handle that is out of date."""
+    for _ in range(TRIES):
+        try:
+            return call(path)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    raise failure(errno.ENOENT, path)  # stale for good: it was removed on the server
+
+
+class RunFolder:
+    """Blocking calls on one run's folder; any number of threads may be inside."""
+
+    def __init__(self, files: FileSystem, path: str) -> None:
+        self.files = files
+        self.path = path
+        self._put_into: set[str] = {path}
+
+    def at(self, key: str) -> str:
+        """The path of a key; "" is the run itself."""
+        return f"{self.path}/{key}" if key else self.path
+
+    def is_folder(self, path: str) -> bool:
+        """Whether a folder is there (through links too)."""
+        return self.files.exists(f"{path}/.")
+
+    def prepare(self) -> None:
+        """Make the run's folder, durable in its parent, and try to write in it."""
+        self.make_folder(self.path)
+        # Even when it was there already: whoever made it may have died before this line.
+        # Where only the run itself is ours, its parent's flush is not for us to do.
+        with contextlib.suppress(PermissionError):
+            self.files.sync_dir(os.path.dirname(self.path))
+        probe = f"{self.path}/.probe.{uuid.uuid4().hex}.tmp"
+        self.files.create(probe, b"")
+        self.unlink(probe)
+
+    def make_folder(self, path: str) -> None:
+        """Make a folder and what is missing above it, each durable in its parent."""
+        for tries in range(TRIES):
+            if self.is_folder(path):
+                return
+            try:
+                self.files.mkdir(path)
+            except FileExistsError:
+                # Made by another process just now; on network file systems `is_folder`
+                # may go on saying no for a moment.
+                time.sleep(0.02 * tries)
+            except FileNotFoundError:
+                if path == os.path.dirname(path):
+                    raise
+                self.make_folder(os.path.dirname(path))
+            else:
+                self.files.sync_dir(os.path.dirname(path))
+                return
+        if not self.is_folder(path):
+            raise failure(errno.ENOTDIR, path)
+
+    def scan(self, path: str) -> list[tuple[str, bool, int]]:
+        """List a folder that others may be changing."""
+        return patiently(self.files.scandir, path)
+
+    def read(self, path: str, limit: int) -> bytes:
+        """Read a small file that others may be replacing."""
+        return patiently(lambda name: self.files.read(name, limit), path)
+
+    def put(self, path: str, data: bytes, *, if_absent: bool) -> None:
+        """Write a small file under its name in one step."""
+        for tries in range(TRIES):
+            try:
+                self._put(path, data, if_absent=if_absent)
+                return
+            except FileNotFoundError:
+                # The folder is missing, or a sweep of another process took the temporary
+                # file for litter: it cannot know better, but we can simply try again.
+                if tries == TRIES - 1:
+                    raise
+                self.make_folder(os.path.dirname(path))
+
+    def _put(self, path: str, data: bytes, *, if_absent: bool) -> None:
+        folder = os.path.dirname(path)
+        self._put_into.add(folder)
+        temporary = f"{folder}/.put.{uuid.uuid4().hex}.tmp"
+        try:
+            self.files.create(temporary, data)
+            place = self._place_new if if_absent else self._place
+            place(temporary, path, data)
+        finally:
+            with contextlib.suppress(OSError):
+                self.files.unlink(temporary)
+        self.files.sync_dir(folder)
+
+    def _place(self, temporary: str, path: str, data: bytes) -> None:
+        try:
+            self.files.replace(temporary, path)
+        except OSError:
+            if self.files.exists(temporary) or not self.holds(path, data):
+                raise  # else it was done, and only the reply got lost
+
+    def _place_new(self, temporary: str, path: str, data: bytes) -> None:
+        try:
+            self.files.link(temporary, path)
+        except FileExistsError:
+            raise failure(errno.EEXIST, path) from None
+        except OSError as error:
+            if error.errno in NO_LINKS:
+                # No links here: a reader may see this file half written, a rival never replaces it.
+                self.files.create(path, data)
+            elif not self.holds(path, data):
+                raise
+
+    def holds(self, path: str, data: bytes) -> bool:
+        """Whether a file is there and has just these bytes."""
+        try:
+            return self.read(path, len(data)) == data
+        except OSError:
+            return False
+
+    def unlink(self, path: str) -> None:
+        """Remove a file unless it is gone."""
+        with contextlib.suppress(FileNotFoundError):
+            self.files.unlink(path)
+
+    def remove(self, path: str) -> None:
+        """Remove a file unless it is gone, for good."""
+        try:
+            self.files.unlink(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        self.files.sync_dir(os.path.dirname(path))
+
+    def remove_tree(self, path: str) -> None:
+        """Remove a folder and all in it, manifest first; links are removed, not followed.
+
+        Others may be removing it too. What they add meanwhile is removed once more.
+        """
+        for again in (True, False):
+            try:
+                self._empty(path)
+                self.files.rmdir(path)
+            except FileNotFoundError:
+                return
+            except OSError as error:
+                if error.errno != errno.ENOTEMPTY or not again:
+                    raise
+
+    def _empty(self, path: str) -> None:
+        entries = self.scan(path)
+        for name, is_folder, _ in sorted(entries, key=lambda entry: entry[0] != MANIFEST):
+            if is_folder:
+                self.remove_tree(f"{path}/{name}")
+                continue
+            self.unlink(f"{path}/{name}")
+            if name == MANIFEST:
+                # Before any data goes: after a power loss a half-removed step must be none.
+                self.files.sync_dir(path)
+
+    def retire(self, name: str) -> None:
+        """Move a step aside, then remove it."""
+        path, aside = f"{self.path}/{name}", f"{self.path}/.{name}.{uuid.uuid4().hex}.retired"
+        if not self.is_folder(path):
+            if self.files.exists(path):
+                raise failure(errno.ENOTDIR, path)
+            return
+        try:
+            self.files.rename(path, aside)
+        except OSError:
+            if self.files.exists(path):
+                raise  # else it was done, by us with the reply lost, or by another process
+        self.files.sync_dir(self.path)
+        self._attempt_to(self.remove_tree, aside)
+
+    def sweep(self) -> list[str]:
+        """Remove litter; returns the names of removed attempts."""
+        swept = set()
+        for folder in sorted(self._put_into):
+            with contextlib.suppress(FileNotFoundError):
+                swept.update(self._sweep(folder))
+        return sorted(swept)
+
+    def _sweep(self, folder: str) -> set[str]:
+        swept = set()
+        for entry, is_folder, _ in self.scan(folder):
+            match = LITTER.fullmatch(entry)
+            if match is None or is_folder != (match["ending"] in ("", ".retired")):
+                continue
+            path = f"{folder}/{entry}"
+            if match["ending"] == ".tmp":
+                self._attempt_to(self.unlink, path)
+            elif folder != self.path:
+                continue
+            elif match["ending"] == ".retired":
+                self._attempt_to(self.remove_tree, path)
+            elif self._attempt_to(self._sweep_attempt, path.removesuffix(".lock")) and is_folder:
+                swept.add(match["name"])
+        return swept
+
+    def _sweep_attempt(self, path: str) -> bool:
+        """Remove an attempt unless its lock is held; whether it was removed."""
+        lock = self.files.lock(f"{path}.lock")
+        if lock is None:
+            return False
+        try:
+            self.remove_tree(path)
+            self.unlink(lock.path)
+        finally:
+            lock.release()
+        return True
+
+    def _attempt_to(self, act: Callable[[str], T], path: str) -> T | None:
+        """Do something to litter; a failure is for the log, and for the next sweep."""
+        try:
+            return act(path)
+        except OSError as error:
+            logger.warning("cannot remove %s, the next sweep will try again: %s", path, error)
+            return None
