@@ -5,6 +5,8 @@
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+# Fastest first means one after the other, also under -j.
+.NOTPARALLEL:
 
 # The first interpreter that runs, is new enough and can make environments; empty when there is none.
 # Names are tried by running them: a version manager's shim may exist and still refuse to start.
