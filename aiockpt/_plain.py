@@ -23,7 +23,7 @@ from .errors import CorruptCheckpointError
 
 __all__ = ["MARK", "MAX_DEPTH", "Json", "Opened", "all_native", "is_native", "pack", "pack_dict", "unpack"]
 
-Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 MARK: Final = "~"
 """The key that makes a JSON object something other than a dict with str keys."""
@@ -98,7 +98,7 @@ def unpack(json: list[Json] | dict[str, Json], path: str) -> Opened:
     tag, texts, children = json[MARK], json.get("k"), json.get("v", [])
     if not isinstance(tag, str) or not isinstance(children, list):
         raise CorruptCheckpointError("a plain value has a wrong form", path=path)
-    keys = list(range(len(children))) if texts is None else _keys(texts, len(children), path)
+    keys: list[Key] = list(range(len(children))) if texts is None else _keys(texts, len(children), path)
     return Opened(tag, json.get("m"), keys, children)
 
 

@@ -76,7 +76,7 @@ class _Dataclass(Codec):
 
     def rebuild(self, meta: Json, children: Children, ctx: Decoding) -> object:
         cls: Any = find_class(meta)
-        if not dataclasses.is_dataclass(cls) or issubclass(cls, _BUILTIN):
+        if not _is_dataclass(cls):
             raise Absent(str(meta))
         names = {field.name for field in dataclasses.fields(cls)}
         if not all(type(name) is str for name in children):
@@ -97,6 +97,10 @@ class _Dataclass(Codec):
             extra.clear()
             extra.update(held)
         return made
+
+
+def _is_dataclass(cls: type) -> bool:
+    return dataclasses.is_dataclass(cls) and not issubclass(cls, _BUILTIN)
 
 
 def _has_default(cls: Any, name: str) -> bool:

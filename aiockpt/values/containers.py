@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from .._paths import key_text
-from .._plain import Json
+from .._plain import Json, all_native
 from . import Children, Codec, Decoding, Encoding, Exploded, Unsupported, positional, register
 
 _FACTORIES: Final[dict[str, Callable[[], Any]]] = {
@@ -89,14 +89,52 @@ class _OrderedDict(Codec):
         extra = vars(value)
         if extra.keys() - {"_metadata"}:
             raise Unsupported(f"an OrderedDict with attributes {sorted(extra)}")
-        meta = {"metadata": ctx.plain(extra["_metadata"])} if extra else None
+        if not extra:
+            return None, list(value.items())
+        metadata = extra["_metadata"]
+        packed = _pack_metadata(metadata)
+        meta: Json = {"metadata": ctx.plain(metadata)} if packed is None else {"modules": packed}
         return meta, list(value.items())
 
     def rebuild(self, meta: Json, children: Children, ctx: Decoding) -> object:
         made: Any = OrderedDict(children)
-        if isinstance(meta, dict) and "metadata" in meta:
+        if isinstance(meta, dict) and "modules" in meta:
+            made._metadata = _unpack_metadata(meta["modules"])
+        elif isinstance(meta, dict):
             made._metadata = ctx.plain(meta["metadata"])
         return made
+
+
+def _pack_metadata(metadata: Any) -> Json:
+    """torch's metadata, thousands of dicts of few kinds: the kinds once, then one number a module.
+
+    None when it is anything more than `{module: {name: number}}`.
+    """
+    if type(metadata) is not OrderedDict or vars(metadata) or not _are_names(metadata):
+        return None
+    kinds: list[Json] = []
+    numbers: dict[str, int] = {}
+    which: list[Json] = []
+    for facts in metadata.values():
+        text = repr(facts) if type(facts) is dict and set(map(type, facts.values())) <= {int} else ""
+        number = numbers.get(text)
+        if number is None:
+            if not text or not _are_names(facts) or not all_native(facts.values()):
+                return None
+            number = numbers[text] = len(kinds)
+            kinds.append(dict(facts))
+        which.append(number)
+    return [list(metadata), kinds, which]
+
+
+def _are_names(keys: Any) -> bool:
+    return set(map(type, keys)) <= {str} and all_native(keys)
+
+
+def _unpack_metadata(packed: Any) -> OrderedDict[str, Any]:
+    names, kinds, which = packed
+    # A dict of its own for each: torch may write into one.
+    return OrderedDict((str(name), dict(kinds[number])) for name, number in zip(names, which, strict=True))
 
 
 class _DefaultDict(Codec):
@@ -142,7 +180,16 @@ class _Deque(Codec):
         return deque(positional(children), maxlen=meta)
 
 
-for _codec in (_Dict(), _Sequence(list), _Sequence(tuple), _Set(set), _Set(frozenset)):
-    register(_codec)
-for _codec in (_OrderedDict(), _DefaultDict(), _Counter(), _Deque()):
+_CODECS: Final[tuple[Codec, ...]] = (
+    _Dict(),
+    _Sequence(list),
+    _Sequence(tuple),
+    _Set(set),
+    _Set(frozenset),
+    _OrderedDict(),
+    _DefaultDict(),
+    _Counter(),
+    _Deque(),
+)
+for _codec in _CODECS:
     register(_codec)

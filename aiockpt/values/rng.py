@@ -28,10 +28,10 @@ class RngState:
             `numpy.random.get_state()` returns, or None), `python` (`random.getstate()`).
         """
         numpy: Any = sys.modules.get("numpy")
-        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        cuda: Any = torch.cuda
         return {
             "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if cuda else [],
+            "cuda": cuda.get_rng_state_all() if cuda.is_available() and cuda.is_initialized() else [],
             "numpy": None if numpy is None else numpy.random.get_state(),
             "python": random.getstate(),
         }

@@ -74,6 +74,6 @@ def tensor_bytes(tensor: Any) -> bytes:
 register(Atom("float", float, _encode_float, _decode_float))
 register(Atom("int", int, hex, _decode_int))
 register(Atom("str", str, escape, unescape))
-register(Parts("complex", complex, lambda value: (value.real, value.imag), lambda re, im: complex(re, im)))
+register(Parts("complex", complex, lambda value: (value.real, value.imag), complex))
 register(_Bytes(bytes))
 register(_Bytes(bytearray))

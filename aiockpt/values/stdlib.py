@@ -88,13 +88,19 @@ class _ZoneInfo(Codec):
 
 
 def _datetime(*parts: Any) -> datetime:
-    *numbers, fold, zone = parts
-    return datetime(*numbers, tzinfo=_zone(zone), fold=fold)
+    *day, hour, minute, second, micro, fold, zone = parts
+    year, month, number = day
+    return datetime(year, month, number, hour, minute, second, micro, _zone(zone), fold=fold)
 
 
 def _time(*parts: Any) -> time:
-    *numbers, fold, zone = parts
-    return time(*numbers, tzinfo=_zone(zone), fold=fold)
+    hour, minute, second, micro, fold, zone = parts
+    return time(hour, minute, second, micro, _zone(zone), fold=fold)
+
+
+def _offset(value: Any) -> tuple[Any, ...]:
+    # The offset, and the name if it has one of its own.
+    return tuple(value.__getinitargs__())
 
 
 def _zone(zone: Any) -> tzinfo | None:
@@ -131,7 +137,7 @@ register(Parts("timedelta", timedelta, _span, timedelta))
 register(Parts("date", date, _day, date))
 register(Parts("time", time, _clock, _time))
 register(Parts("datetime", datetime, lambda value: (*_day(value), *_clock(value)), _datetime))
-register(Parts("timezone", timezone, lambda value: value.__getinitargs__(), timezone))
+register(Parts("timezone", timezone, _offset, timezone))
 register(Parts("Fraction", Fraction, lambda value: (value.numerator, value.denominator), Fraction))
 register(Parts("Random", random.Random, lambda value: (value.getstate(),), _random))
 register(Atom("Decimal", Decimal, str, Decimal))

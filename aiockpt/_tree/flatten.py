@@ -1,9 +1,4 @@
-"""A nested state to columns of leaves, and back.
-
-`flatten` walks a state once and writes three tables, column by column: its tensors, its
-plain values (JSON) and its containers that are not plain dicts. A part of the state
-without any tensor is one plain value, however large. Each row has its path and its
-number in pre-order, so that the tables merge back into the order of the state.
+"""A state to columns, in one pass.
 
 It runs on the event loop at the call of a save: per tensor it makes a path and a few
 numbers, and no object that the garbage collector would have to visit.
@@ -13,55 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
-from ._dtypes import NAME
-from ._paths import (
-    Key,
-    Selection,
-    ancestors,
-    item_of,
-    join,
-    key_text,
-    parse_key,
-    selects,
-    split,
-)
-from ._plain import MAX_DEPTH, Json, all_native, is_native, pack, pack_dict
-from ._rebuild import Columns, Rebuilt, decode_value, find, host_tensors, rebuild, wanted_tensors
-from .errors import UnsupportedStateError
-from .values import Codec, Unsupported, class_name, codec_for, codec_of
-from .values.pickled import PICKLE_TAG
-
-__all__ = [
-    "MAX_DEPTH",
-    "Columns",
-    "Flat",
-    "Key",
-    "Rebuilt",
-    "Selection",
-    "ancestors",
-    "decode_value",
-    "encode_value",
-    "find",
-    "flatten",
-    "host_tensors",
-    "item_of",
-    "join",
-    "key_text",
-    "parse_key",
-    "rebuild",
-    "selects",
-    "split",
-    "wanted_tensors",
-]
+from .._paths import Key, key_text
+from .._plain import MAX_DEPTH, Json, all_native, is_native, pack, pack_dict
+from ..errors import UnsupportedStateError
+from ..values import Codec, Unsupported, class_name, codec_for, codec_of
+from ..values.pickled import PICKLE_TAG
+from .tensors import PLAIN_TENSORS, Aliases, refusal
 
 REQUIRES_GRAD: Final = 1
 PARAMETER: Final = 2
 
-_PLAIN_TENSORS: Final = (torch.Tensor, torch.nn.Parameter)
 _ATOMS: Final = frozenset({str, int, float, bool, type(None)})
 
 
@@ -132,14 +92,12 @@ class _Walk:
         self.seq = 0
         self.open: set[int] = set()
         self.path = ""
-        # Address to row: one int a tensor. The others at an address are rare.
-        self.first_at: dict[int, int] = {}
-        self.others_at: dict[int, list[int]] = {}
+        self.aliases = Aliases(self.flat.tensors)
 
     def visit(self, value: Any, path: str, depth: int) -> None:
         """Write the rows of `value`; whatever happens, at least one row or problem comes of it."""
         kind = type(value)
-        if kind in _PLAIN_TENSORS and value.layout is torch.strided:
+        if kind in PLAIN_TENSORS and value.layout is torch.strided:
             self.tensor(value, path, kind)
         elif kind in _ATOMS and is_native(value):
             self.value(value, path)
@@ -157,7 +115,7 @@ class _Walk:
     def plain(self, value: object) -> Json:
         """Write a value without tensors as JSON, for a codec's meta."""
         if type(value) in _ATOMS and is_native(value):
-            return value  # type: ignore[return-value]
+            return cast(Json, value)
         try:
             return encode_value(value, allow_pickle=self.allow_pickle)
         except UnsupportedStateError as error:
@@ -182,8 +140,8 @@ class _Walk:
     def tensor(self, tensor: torch.Tensor, path: str, kind: type) -> None:
         """Append a row of the tensor, or note why it cannot be stored."""
         try:
-            why = _refusal(tensor)
-            alias = -1 if why else self._alias(tensor)
+            why = refusal(tensor)
+            alias = -1 if why else self.aliases.find(tensor)
         except RuntimeError as error:
             # Wrapped by a function transform, or of a device without addresses.
             why, alias = f"a tensor whose memory cannot be reached: {error}", -1
@@ -202,22 +160,6 @@ class _Walk:
         flat.tensor_flags.append(flags)
         flat.tensor_alias.append(alias)
         self.seq += 1
-
-    def _alias(self, tensor: torch.Tensor) -> int:
-        """The row of the first identical view, or -1; notes the next row's address."""
-        row = len(self.flat.tensors)
-        # Empty tensors have no address, and one may be anywhere: only the object itself is the same.
-        place = tensor.data_ptr() if tensor.numel() else -id(tensor)
-        first = self.first_at.setdefault(place, row)
-        if first == row:
-            return -1
-        tensors = self.flat.tensors
-        others = self.others_at.setdefault(place, [])
-        for other in (first, *others):
-            if _identical(tensors[other], tensor):
-                return other
-        others.append(row)
-        return -1
 
     # ---------------------------------------------------------------- containers
 
@@ -300,7 +242,7 @@ class _Walk:
         prefix = f"{path}/" if path else ""
         for text, (_, child) in zip(texts, children, strict=True):
             kind = type(child)
-            if kind in _PLAIN_TENSORS and child.layout is torch.strided:
+            if kind in PLAIN_TENSORS and child.layout is torch.strided:
                 self.tensor(child, prefix + text, kind)
             else:
                 self.visit(child, prefix + text, depth + 1)
@@ -338,49 +280,11 @@ class _Walk:
         )
 
 
-def _refusal(tensor: torch.Tensor) -> str | None:
-    """Why a strided tensor's bytes cannot be stored, or None."""
-    if tensor.dtype not in NAME:
-        return f"a tensor of dtype {tensor.dtype}, whose items are no plain bytes"
-    if tensor.is_meta:
-        return "a tensor on the meta device, which has no data"
-    if tensor.is_nested:
-        return "a nested tensor"
-    if tensor.numel() and not _has_memory(tensor):
-        return f"a tensor of dtype {tensor.dtype} whose storage was freed or cut"
-    return None
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the storage still covers all elements; reading past it would crash."""
-    size = tensor.itemsize
-    if tensor.is_contiguous():
-        span = tensor.nbytes
-    else:
-        span = size * (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)))
-    end = tensor.storage_offset() * size + span
-    return tensor.data_ptr() != 0 and end <= tensor.untyped_storage().nbytes()
-
-
-def _identical(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors at one address are the same view of the same memory."""
-    if not one.numel() or not other.numel():
-        return one is other
-    return (
-        one.dtype == other.dtype
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.is_conj() == other.is_conj()
-        and one.is_neg() == other.is_neg()
-        and one.device == other.device
-    )
-
-
 def _describe(value: object) -> str:
     name = class_name(type(value)).replace(":", ".")
     if not isinstance(value, torch.Tensor):
         return f"a value of type {name}"
-    if type(value) in _PLAIN_TENSORS:
+    if type(value) in PLAIN_TENSORS:
         return f"a tensor of layout {value.layout}"
     return f"a tensor of type {name}"
 

@@ -10,49 +10,19 @@ path, and nothing is imported or called because a file says so.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ._paths import Key, Selection, ancestors, join, key_text, parse_key, split
-from ._plain import MAX_DEPTH, Json, unpack
-from .errors import CorruptCheckpointError
-from .values import Children, codec_of, restore
-from .values.torch_ import flagged
-
-__all__ = ["Columns", "Rebuilt", "decode_value", "find", "host_tensors", "rebuild", "wanted_tensors"]
-
-_ATOMS = frozenset({str, int, float, bool, type(None)})
-_DICTS = frozenset({"dict", "OrderedDict", "defaultdict", "Counter"})
-
-
-class Columns(Protocol):
-    """The three tables, column by column; `_tree.Flat` is one."""
-
-    @property
-    def tensor_seq(self) -> Sequence[int]: ...  # noqa: D102
-    @property
-    def tensor_paths(self) -> Sequence[str]: ...  # noqa: D102
-    @property
-    def tensor_flags(self) -> Sequence[int]: ...  # noqa: D102
-    @property
-    def tensor_alias(self) -> Sequence[int]: ...  # noqa: D102
-    @property
-    def value_seq(self) -> Sequence[int]: ...  # noqa: D102
-    @property
-    def value_paths(self) -> Sequence[str]: ...  # noqa: D102
-    @property
-    def values(self) -> Sequence[Json]: ...  # noqa: D102
-    @property
-    def node_seq(self) -> Sequence[int]: ...  # noqa: D102
-    @property
-    def node_paths(self) -> Sequence[str]: ...  # noqa: D102
-    @property
-    def node_tags(self) -> Sequence[str]: ...  # noqa: D102
-    @property
-    def node_metas(self) -> Sequence[Json]: ...  # noqa: D102
+from .._paths import Key, Selection, parse_key, split
+from .._plain import Json
+from ..errors import CorruptCheckpointError
+from ..values import Children
+from ..values.torch_ import flagged
+from .columns import Columns
+from .decode import NOTHING, Context, assemble, check_depth, decode_selected, decode_value, partial, pick
 
 
 @dataclass(slots=True)
@@ -62,148 +32,6 @@ class Rebuilt:
     state: Any
     missing: tuple[str, ...] = ()
     """Selected paths that are nowhere in the columns."""
-
-
-@dataclass(slots=True)
-class _Context:
-    """What codecs may ask for while they decode."""
-
-    allow_pickle: bool
-    path: str = ""
-
-    def plain(self, json: Json) -> Any:
-        """Decode JSON that a codec keeps in its meta."""
-        return _decode(json, self.path, self, len(split(self.path)))
-
-
-def decode_value(json: Json, path: str = "", *, allow_pickle: bool = False) -> Any:
-    """Turn the JSON of one value row back into the value.
-
-    Raises:
-        CorruptCheckpointError: nothing that a save writes.
-        PickleRefusedError: something in it is pickled and `allow_pickle` is false.
-    """
-    return _decode(json, path, _Context(allow_pickle), len(split(path)))
-
-
-def _decode(json: Json, path: str, ctx: _Context, depth: int) -> Any:
-    if type(json) in _ATOMS:
-        return json
-    _check_depth(path, depth)
-    if type(json) is list:
-        return [
-            child if type(child) in _ATOMS else _decode(child, join(path, str(i)), ctx, depth + 1)
-            for i, child in enumerate(json)
-        ]
-    opened = unpack(_composite(json, path), path)
-    children = {
-        key: child if type(child) in _ATOMS else _decode(child, join(path, key_text(key)), ctx, depth + 1)
-        for key, child in zip(opened.keys, opened.children, strict=True)
-    }
-    return _restore(opened.tag, opened.meta, children, len(opened.children), path, ctx)
-
-
-def _composite(json: Json, path: str) -> list[Json] | dict[str, Json]:
-    if not isinstance(json, (list, dict)):
-        raise CorruptCheckpointError("a plain value is no JSON", path=path)
-    return json
-
-
-def _check_depth(path: str, depth: int) -> None:
-    if depth > MAX_DEPTH:
-        raise CorruptCheckpointError(f"nested deeper than {MAX_DEPTH} levels", path=f"{path[:200]}...")
-
-
-def _restore(tag: str, meta: Json, children: Children, count: int, path: str, ctx: _Context) -> Any:
-    if len(children) != count:
-        raise CorruptCheckpointError("two keys of a container are equal", path=path)
-    ctx.path = path
-    return restore(tag, meta, children, ctx)
-
-
-def _pick(json: Json, path: str, selection: Selection, ctx: _Context) -> Any:
-    """The selected parts of one value row that itself is not selected; _NOTHING if there are none."""
-    if not isinstance(json, (list, dict)):
-        return _NOTHING
-    _check_depth(path, len(split(path)))
-    opened = unpack(json, path)
-    found: Children = {}
-    for key, child in zip(opened.keys, opened.children, strict=True):
-        place = join(path, key_text(key))
-        if selection.selects(place):
-            found[key] = _select_inside(child, place, selection, ctx)
-        elif selection.leads(place):
-            part = _pick(child, place, selection, ctx)
-            if part is not _NOTHING:
-                found[key] = part
-    return _partial(opened.tag, opened.meta, found, path, ctx)
-
-
-def _select_inside(json: Json, path: str, selection: Selection, ctx: _Context) -> Any:
-    """A selected value, whole; notes selected paths within it too."""
-    if selection.leads(path):
-        _pick(json, path, selection, ctx)
-    return _decode(json, path, ctx, len(split(path)))
-
-
-_NOTHING: Any = object()
-
-
-def _partial(tag: str, meta: Json, found: Children, path: str, ctx: _Context) -> Any:
-    """Part of a container: a dict of its kind, or a plain dict by index or field name."""
-    if not found:
-        return _NOTHING
-    return _restore(tag, meta, found, len(found), path, ctx) if tag in _DICTS else found
-
-
-def wanted_tensors(columns: Columns, select: Collection[str] | None = None) -> list[int]:
-    """The tensor rows whose bytes must be read for `select`, ascending; tied ones by their first."""
-    chosen = None if select is None else frozenset(select)
-    rows = set()
-    for i, path in enumerate(columns.tensor_paths):
-        if chosen is None or any(place in chosen for place in ancestors(path)):
-            alias = columns.tensor_alias[i]
-            rows.add(i if alias < 0 else alias)
-    return sorted(rows)
-
-
-def host_tensors(columns: Columns) -> frozenset[int]:
-    """The tensor rows that belong in host memory whatever `map_location` says: parts of arrays, RNGs, bytes."""
-    nodes = zip(columns.node_paths, columns.node_tags, strict=True)
-    holders = {path for path, tag in nodes if (codec := codec_of(tag)) is not None and codec.host}
-    if not holders:
-        return frozenset()
-    paths = enumerate(columns.tensor_paths)
-    rows = [i for i, path in paths if any(place in holders for place in ancestors(path))]
-    firsts = [columns.tensor_alias[i] for i in rows]
-    return frozenset(rows) | frozenset(i for i in firsts if i >= 0)
-
-
-def find(state: Any, path: str) -> Any:
-    """The value at `path` in a rebuilt state (or part of one).
-
-    Raises:
-        KeyError: there is none.
-    """
-    for text in split(path):
-        try:
-            key = parse_key(text)
-            # Classes with fields are walked by attribute, everything else by key.
-            state = (
-                state[key]
-                if hasattr(state, "__getitem__") and not hasattr(state, "_fields")
-                else vars_of(state, key)
-            )
-        except (LookupError, TypeError, ValueError) as error:
-            raise KeyError(path) from error
-    return state
-
-
-def vars_of(state: Any, key: Key) -> Any:
-    """An attribute by name; KeyError when there is none."""
-    if not isinstance(key, str) or not hasattr(state, key):
-        raise KeyError(key)
-    return getattr(state, key)
 
 
 @dataclass(slots=True)
@@ -221,16 +49,17 @@ class _Open:
 class _Builder:
     """Reads the rows in order and keeps the stack of open containers."""
 
-    def __init__(self, ctx: _Context, selection: Selection | None) -> None:
+    def __init__(self, ctx: Context, selection: Selection | None) -> None:
         self.ctx = ctx
         self.selection = selection
         self.stack: list[_Open] = []
-        self.result: Any = _NOTHING
+        self.result: Any = NOTHING
 
     def open(self, path: str, tag: str, meta: Json) -> None:
         """A container begins."""
         whole = self.selection is None or self.selection.selects(path)
         self._descend(path)
+        check_depth(path, len(self.stack))
         self.stack.append(_Open(path, self._key(path), tag, meta, whole))
 
     def leaf(self, path: str, value: Any) -> None:
@@ -255,7 +84,7 @@ class _Builder:
 
     def _open_dicts(self, path: str) -> None:
         texts = split(path)[:-1]
-        _check_depth(path, len(texts))
+        check_depth(path, len(texts))
         above = len(split(self.stack[-1].path)) + 1 if self.stack else 0
         for n in range(above, len(texts) + 1):
             place = "/".join(texts[:n])
@@ -266,15 +95,15 @@ class _Builder:
         """The innermost container is complete."""
         node = self.stack.pop()
         if node.whole:
-            value = _restore(node.tag, node.meta, node.children, len(node.children), node.path, self.ctx)
+            value = assemble(node.tag, node.meta, node.children, len(node.children), node.path, self.ctx)
         else:
-            value = _partial(node.tag, node.meta, node.children, node.path, self.ctx)
-        if value is not _NOTHING:
+            value = partial(node.tag, node.meta, node.children, node.path, self.ctx)
+        if value is not NOTHING:
             self._add(node.path, node.key, value)
 
     def _add(self, path: str, key: Key, value: Any) -> None:
         if not path:
-            if self.result is not _NOTHING or self.stack:
+            if self.result is not NOTHING or self.stack:
                 raise CorruptCheckpointError("two values for the whole state", path=path)
             self.result = value
             return
@@ -287,7 +116,7 @@ class _Builder:
         """Close everything; the state."""
         while self.stack:
             self.close()
-        return {} if self.result is _NOTHING else self.result
+        return {} if self.result is NOTHING else self.result
 
 
 def rebuild(
@@ -313,7 +142,7 @@ def rebuild(
         PickleRefusedError: a selected value is pickled and `allow_pickle` is false.
     """
     selection = None if select is None else Selection(list(select))
-    ctx = _Context(allow_pickle)
+    ctx = Context(allow_pickle)
     builder = _Builder(ctx, selection)
     made = _Tensors(columns, tensors)
     nt, nv = len(columns.tensor_seq), len(columns.value_seq)
@@ -350,12 +179,12 @@ def _add_value(builder: _Builder, path: str, json: Json) -> None:
     if selection is None:
         value = decode_value(json, path, allow_pickle=ctx.allow_pickle)
     elif selection.selects(path):
-        value = _select_inside(json, path, selection, ctx)
+        value = decode_selected(json, path, selection, ctx)
     elif selection.leads(path):
-        value = _pick(json, path, selection, ctx)
+        value = pick(json, path, selection, ctx)
     else:
         return
-    if value is not _NOTHING:
+    if value is not NOTHING:
         builder.leaf(path, value)
 
 

@@ -1,0 +1,83 @@
+"""Which tensors can be stored, and which of them are one."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from .._dtypes import NAME
+
+PLAIN_TENSORS: Final = (torch.Tensor, torch.nn.Parameter)
+"""The exact types whose bytes are all there is to them."""
+
+
+def refusal(tensor: torch.Tensor) -> str | None:
+    """Why a strided tensor's bytes cannot be stored, or None."""
+    if tensor.dtype in NAME and not tensor.is_nested and _has_memory(tensor):
+        return None
+    if tensor.dtype not in NAME:
+        return f"a tensor of dtype {tensor.dtype}, whose items are no plain bytes"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.is_meta:
+        return f"a tensor of dtype {tensor.dtype} on the meta device, which has no data"
+    return f"a tensor of dtype {tensor.dtype} whose storage was freed or cut"
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the storage covers all elements; reading past it would crash."""
+    nbytes = tensor.nbytes
+    if not nbytes:
+        return not tensor.is_meta
+    if not tensor.data_ptr():
+        return False
+    offset = tensor.storage_offset()
+    if tensor.is_contiguous():
+        end = offset * tensor.itemsize + nbytes if offset else nbytes
+    else:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        end = tensor.itemsize * (offset + 1 + sum((n - 1) * step for n, step in steps))
+    return end <= tensor.untyped_storage().nbytes()
+
+
+class Aliases:
+    """Finds the first identical view among the tensors stored so far.
+
+    Views are identical when address, dtype, shape, strides, conj and neg bits agree: one
+    address alone may be a matrix, its first row, and its real part.
+    """
+
+    def __init__(self, stored: list[torch.Tensor]) -> None:
+        self._stored = stored
+        # One int a tensor, nothing for the garbage collector; a second view at an address is rare.
+        self._first_at: dict[int, int] = {}
+        self._others_at: dict[int, list[int]] = {}
+
+    def find(self, tensor: torch.Tensor) -> int:
+        """The row of the first identical view, or -1: then the tensor will be the next row."""
+        row = len(self._stored)
+        # Empty tensors have no address of their own: only the object itself is the same.
+        place = tensor.data_ptr() if tensor.nbytes else -id(tensor)
+        first = self._first_at.setdefault(place, row)
+        if first == row:
+            return -1
+        others = self._others_at.setdefault(place, [])
+        for other in (first, *others):
+            if _identical(self._stored[other], tensor):
+                return other
+        others.append(row)
+        return -1
+
+
+def _identical(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if not other.nbytes:
+        return one is other
+    return (
+        one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.is_conj() == other.is_conj()
+        and one.is_neg() == other.is_neg()
+        and one.device == other.device
+    )
