@@ -221,33 +221,35 @@ class RunFolder:
         return sorted(swept)
 
     def _sweep(self, folder: str) -> set[str]:
-        swept = set()
+        attempts: dict[str, str] = {}
         for entry, is_folder, _ in self.scan(folder):
             match = LITTER.fullmatch(entry)
             if match is None or is_folder != (match["ending"] in ("", ".retired")):
                 continue
-            path = f"{folder}/{entry}"
             if match["ending"] == ".tmp":
-                self._attempt_to(self.unlink, path)
+                self._attempt_to(self.unlink, f"{folder}/{entry}")
             elif folder != self.path:
-                continue
+                continue  # a user's: attempts and steps are only in the run itself
             elif match["ending"] == ".retired":
-                self._attempt_to(self.remove_tree, path)
-            elif self._attempt_to(self._sweep_attempt, path.removesuffix(".lock")) and is_folder:
-                swept.add(match["name"])
-        return swept
+                self._attempt_to(self.remove_tree, f"{folder}/{entry}")
+            else:
+                attempts[entry.removesuffix(".lock")] = match["name"]
+        return {
+            n for base, n in attempts.items() if self._attempt_to(self._sweep_attempt, f"{folder}/{base}")
+        }
 
     def _sweep_attempt(self, path: str) -> bool:
-        """Remove an attempt unless its lock is held; whether it was removed."""
+        """Remove an attempt unless its lock is held; whether there was one to remove."""
         lock = self.files.lock(f"{path}.lock")
         if lock is None:
             return False
         try:
+            found = self.is_folder(path)
             self.remove_tree(path)
             self.unlink(lock.path)
         finally:
             lock.release()
-        return True
+        return found
 
     def _attempt_to(self, act: Callable[[str], T], path: str) -> T | None:
         """Do something to litter; a failure is for the log, and for the next sweep."""
