@@ -15,7 +15,8 @@ import threading
 from types import TracebackType
 from typing import Self
 
-from aiockpt._direct import BlockFile, Io, RangeFile, named, open_reader, open_writer
+from aiockpt._direct import BlockFile, Io, named, open_writer
+from aiockpt._ranges import RangeFile, open_reader
 
 __all__ = ["BlockFile", "FileSystem", "Io", "Lock", "RangeFile"]
 

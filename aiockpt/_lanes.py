@@ -9,6 +9,7 @@ them.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import threading
@@ -16,8 +17,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, InvalidStateError
 from typing import Any, ParamSpec, TypeVar
+
+from aiockpt.errors import DrainTimeoutError
 
 __all__ = ["EXIT_SECONDS", "IDLE_SECONDS", "LaneExecutor"]
 
@@ -55,11 +58,17 @@ class _Job(Future[T]):
             finally:
                 del call  # a traceback holds this frame, a done callback may run long: keep no arguments
         except BaseException as error:
-            self.set_exception(error)
+            self.fail(error)
             # Or else: error -> traceback -> this frame -> the job -> error, kept until a collection.
             del self
         else:
-            self.set_result(result)
+            with contextlib.suppress(InvalidStateError):  # abandoned: nobody waits for it any more
+                self.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        """Let the waiters go with an error, unless there is an outcome already."""
+        with contextlib.suppress(InvalidStateError):
+            self.set_exception(error)
 
 
 class _Worker:
@@ -68,7 +77,8 @@ class _Worker:
     def __init__(self, number: int) -> None:
         self.number = number
         self.thread: threading.Thread | None = None
-        self.since: float | None = None  # when its call began; None while it has none
+        self.job: _Job[Any] | None = None
+        self.since = 0.0  # when that began
         self.trims = 0  # how many trims the lane had seen when its last call began
 
 
@@ -132,20 +142,22 @@ class LaneExecutor(Executor):
             self._changed.notify_all()
 
     def abandon(self, busy_for: float = 0.0) -> list[str]:
-        """Stop counting threads whose call has run for `busy_for` seconds; returns their names.
+        """Write off threads whose call has run for `busy_for` seconds; returns their names.
 
-        Such a thread ends after its call, if that ever returns; until then others may
-        take its place.
+        Their callers get a `DrainTimeoutError` now, although the threads are still inside
+        the calls; the lane has its full size again. Such a thread ends after its call.
         """
-        gone = []
+        gone: list[tuple[str, _Job[Any]]] = []
         with self._changed:
             limit = time.monotonic() - busy_for
             for worker in list(self._workers.values()):
-                if worker.since is not None and worker.since <= limit:
+                if worker.job is not None and worker.since <= limit:
                     del self._workers[worker.number]
-                    gone.append(f"{self.name}-{worker.number}")
+                    gone.append((f"{self.name}-{worker.number}", worker.job))
             self._staff()
-        return gone
+        for name, job in gone:
+            job.fail(DrainTimeoutError(f"thread {name} is stuck in a call: what the call uses is leaked"))
+        return [name for name, _ in gone]
 
     def threads(self) -> list[threading.Thread]:
         """The lane's threads, idle and busy, without abandoned ones."""
@@ -180,7 +192,7 @@ class LaneExecutor(Executor):
             job.run()
             del job  # while it waits for work, a thread must not keep the last result alive
             with self._changed:
-                worker.since = None
+                worker.job = None
                 if self._workers.get(worker.number) is not worker:  # abandoned meanwhile
                     return
                 self._idle += 1
@@ -199,7 +211,8 @@ class LaneExecutor(Executor):
             self._idle -= 1
             worker.since = time.monotonic()
             worker.trims = self._trims
-            return self._jobs.popleft()
+            worker.job = self._jobs.popleft()
+            return worker.job
 
 
 _all: weakref.WeakSet[LaneExecutor] = weakref.WeakSet()

@@ -179,6 +179,7 @@ class BlockPool:
         self._pid = os.getpid()
         self._idle: list[Block] = []
         self._out: set[Block] = set()
+        self._lost: set[Block] = set()  # part of `_out`
         self._numbers = itertools.count()
         self._closed = False
         with self.budget._lock:
@@ -225,8 +226,8 @@ class BlockPool:
 
     def release(self, block: Block) -> None:
         """Give a block back; no thread may touch it any more."""
-        if os.getpid() != self._pid:
-            return  # a forked child unwinding its copy of our stack
+        if os.getpid() != self._pid or block in self._lost:
+            return  # a forked child unwinding its copy of our stack; or a stuck thread has the block
         with self.budget._lock:
             if block not in self._out:
                 raise UsageError(f"block {block.number} is not out of this pool: released twice?")
@@ -252,6 +253,15 @@ class BlockPool:
         if self.poison:
             for block in idle:
                 block.check()
+
+    def write_off(self) -> int:
+        """Never use the granted blocks again: stuck threads have them; returns their bytes.
+
+        They stay charged to the budget, for the memory is in use as long as the process lives.
+        """
+        with self.budget._lock:
+            self._lost |= self._out
+            return len(self._lost) * self.block_bytes
 
     def _take(self) -> Block | None:
         """A block for whoever is first in line, warm if possible; the budget's lock is held."""

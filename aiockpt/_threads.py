@@ -14,13 +14,14 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import enum
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
 
 import anyio
 
 from aiockpt._lanes import LaneExecutor
+from aiockpt.errors import DrainTimeoutError
 
 __all__ = ["Lane", "LaneExecutor", "abandon_busy", "executor", "offload", "settle", "trim"]
 
@@ -61,7 +62,12 @@ def abandon_busy(busy_for: float = 0.0) -> list[str]:
     """Write off the threads that have been in one call for `busy_for` seconds.
 
     For a drain that ran into its time limit: a thread stuck in the kernel cannot be
-    ended, but its lane gets its size back. Returns the names of these threads.
+    ended, but its lane gets its size back and whoever waits for it a `DrainTimeoutError`,
+    cancelled or not. The thread goes on using what its call was given: see to it first
+    that none of that is used again (`BlockPool.write_off`).
+
+    Returns:
+        The names of these threads.
     """
     return [name for lane in list(_lanes.values()) for name in lane.abandon(busy_for)]
 
@@ -75,7 +81,8 @@ async def offload(
     """Run `fn(*args)` in a thread of `lane`, with a copy of the caller's context variables.
 
     When the caller is cancelled (natively, repeatedly, by a timeout or an anyio scope),
-    the call still runs to its end and only then the cancellation goes on.
+    the call still runs to its end and only then the cancellation goes on. The one
+    exception is a thread that was written off by `abandon_busy`.
 
     Args:
         fn: the blocking call.
@@ -85,6 +92,7 @@ async def offload(
             cannot receive it, so that an opened thing can be closed again.
 
     Raises:
+        DrainTimeoutError: the thread is stuck and still inside `fn`.
         BaseException: whatever `fn` raised. After a cancellation it becomes a note on
             the CancelledError.
     """
@@ -99,7 +107,7 @@ async def offload(
         raise cancelled
     finally:
         cancelled = None
-        del future
+        del future  # it holds the error, whose traceback holds this frame
 
 
 async def settle(aw: Awaitable[T], *, undo: Callable[[T], Awaitable[object]] | None = None) -> T:
@@ -118,16 +126,10 @@ async def settle(aw: Awaitable[T], *, undo: Callable[[T], Awaitable[object]] | N
     del aw
     try:
         while not outcome.done():
-            try:
-                waited = next(steps)
-            except StopIteration as stop:
-                outcome.set_result(stop.value)
-            except asyncio.CancelledError:
-                raise  # the awaitable's own future was cancelled: there is nothing to wait for
-            except BaseException as error:
-                outcome.set_exception(error)
-            else:
+            waited = _step(steps, outcome)
+            if not outcome.done():
                 cancelled = await _ended(waited, cancelled)
+            del waited  # it holds the error, whose traceback holds this frame
         if cancelled is None:
             return outcome.result()
         await _drop(cancelled, outcome, undo)
@@ -135,6 +137,21 @@ async def settle(aw: Awaitable[T], *, undo: Callable[[T], Awaitable[object]] | N
     finally:
         cancelled = None
         del outcome, steps
+
+
+def _step(steps: Generator[Any, Any, T], outcome: asyncio.Future[T]) -> asyncio.Future[Any] | None:
+    """Run the awaitable up to its next wait, which is returned, or to its end."""
+    try:
+        return next(steps)  # type: ignore[no-any-return]
+    except StopIteration as stop:
+        outcome.set_result(stop.value)
+    except asyncio.CancelledError:
+        raise  # its own future was cancelled: there is nothing to wait for
+    except BaseException as error:
+        outcome.set_exception(error)
+    finally:
+        del steps, outcome
+    return None
 
 
 def _run(context: contextvars.Context, call: Callable[[], T]) -> T:
@@ -179,6 +196,8 @@ async def _drop(
     if future.cancelled():
         return
     error = future.exception()
+    if isinstance(error, DrainTimeoutError):
+        raise error  # more than a cancellation: the thread is still inside
     if error is not None:
         cancelled.add_note(f"The call had failed by then: {error!r}")
     elif undo is not None:
