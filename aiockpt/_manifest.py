@@ -261,7 +261,11 @@ def decode_part(data: bytes, record: FileRecord, *, step: int | None = None) -> 
         raise CorruptCheckpointError(f"not a part: {error}", step=step, file=record.name) from error
     for shard in part.shards:
         sound = shard.header > 0 and shard.nbytes >= 0 and len(shard.header_digest) == HEX
-        if not sound or len(shard.pieces) != HEX * count_pieces(shard.nbytes) or not is_plain_name(shard.name):
+        if (
+            not sound
+            or len(shard.pieces) != HEX * count_pieces(shard.nbytes)
+            or not is_plain_name(shard.name)
+        ):
             raise CorruptCheckpointError(
                 f"bad record of shard {shard.name[:80]!r}", step=step, file=record.name
             )
@@ -275,15 +279,30 @@ def decode_page(raw: msgspec.Raw, kind: type[P], *, file: str) -> P:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise CorruptCheckpointError(f"not a page: {error}", file=file) from error
     columns = {len(getattr(page, name)) for name in kind.__struct_fields__ if name != "dims"}
-    if len(columns) != 1 or (isinstance(page, TensorPage) and not _dims_fit(page)):
+    if len(columns) != 1 or not _dims_fit(page):
         raise CorruptCheckpointError("a page's columns do not fit together", file=file)
     return page
 
 
-def _dims_fit(page: TensorPage) -> bool:
-    return min(page.ndim, default=0) >= 0 and sum(page.ndim) == len(page.dims) and min(page.dims, default=0) >= 0
+def _dims_fit(page: TensorPage | ValuePage | NodePage) -> bool:
+    if not isinstance(page, TensorPage):
+        return True
+    lowest = min([*page.ndim, *page.dims], default=0)
+    return lowest >= 0 and sum(page.ndim) == len(page.dims)
 
 
 def encode_page(page: TensorPage | ValuePage | NodePage) -> msgspec.Raw:
     """One page as it stands in a part."""
     return msgspec.Raw(msgspec.json.encode(page))
+
+
+class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank tells the one who commits: its files, durable already. Plain and picklable."""
+
+    rank: int
+    world: int
+    save_id: str
+    part: FileRecord
+    files: list[FileRecord]
+    """Its shards, and the user's files if it wrote them."""
+    items: list[ItemRecord]

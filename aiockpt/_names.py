@@ -50,10 +50,14 @@ class StepNames:
         except (ValueError, KeyError, IndexError) as error:
             raise UsageError(f"step_format {step_format!r} is not a format for one int: {error}") from error
         if len(fields) != 1 or fields[0][1] not in ("", "0"):
-            raise UsageError(f"step_format {step_format!r} must have exactly one field for the step, as 'step-{{:08d}}'")
+            raise UsageError(
+                f"step_format {step_format!r} must have exactly one field for the step, as 'step-{{:08d}}'"
+            )
         head, _, tail = self._split(parts)
         if not sample or sample.startswith(".") or set(sample) & set("/\\\0") or len(sample) > 120:
-            raise UsageError(f"step_format {step_format!r} gives the folder name {sample!r}, which is not usable")
+            raise UsageError(
+                f"step_format {step_format!r} gives the folder name {sample!r}, which is not usable"
+            )
         self._pattern = re.compile(
             re.escape(head) + rf"0*(\d{{1,{_DIGITS}}})" + re.escape(tail) + r"(?:\.([1-9]\d{0,5}))?"
         )

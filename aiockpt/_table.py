@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import msgspec
+
 from ._dtypes import BY_NAME
 from ._manifest import PAGE_ROWS, Part, TensorPage, decode_page, encode_page
 from .errors import CorruptCheckpointError
@@ -78,7 +80,7 @@ def to_pages(table: TensorTable, dtypes: list[str]) -> list[TensorPage]:
     return pages
 
 
-def encode_table(table: TensorTable) -> tuple[list[str], list[object]]:
+def encode_table(table: TensorTable) -> tuple[list[str], list[msgspec.Raw]]:
     """The part's dtype names and encoded pages for the table."""
     dtypes = sorted(set(table.dtype))
     return dtypes, [encode_page(page) for page in to_pages(table, dtypes)]

@@ -329,10 +329,12 @@ class SaveErrors(ExceptionGroup[Exception], CheckpointError):
     path: str | None = None
 
     def __new__(cls, message: str, errors: Sequence[Exception]) -> SaveErrors:
+        """A group needs its errors when it is made."""
         return super().__new__(cls, message, errors)
 
     def __init__(self, message: str, errors: Sequence[Exception]) -> None:
         ExceptionGroup.__init__(self, message, errors)
 
     def derive(self, excs: Sequence[Exception]) -> SaveErrors:  # type: ignore[override]
+        """The same kind of group around others, for `split` and `except*`."""
         return SaveErrors(self.message, excs)

@@ -29,8 +29,9 @@ class Group:
 class Layout(Protocol):
     """Decides the files of a checkpoint."""
 
-    shard_bytes: int
-    """A shard is closed before it would grow beyond this; one tensor is never cut."""
+    @property
+    def shard_bytes(self) -> int:
+        """A shard is closed before it would grow beyond this; one tensor is never cut."""
 
     def assign(self, table: TensorTable) -> list[Group]:
         """Put every row of `table.stored()` into one group."""

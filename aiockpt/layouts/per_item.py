@@ -9,6 +9,8 @@ from .._table import TensorTable
 from ..errors import UsageError
 from . import Group
 
+__all__ = ["LOOSE", "PerItem"]
+
 LOOSE = "tensors"
 """The stem of the files of tensors that stand at the top level themselves."""
 
@@ -44,7 +46,9 @@ class PerItem:
             item, slash, _ = table.path[row].partition("/")
             (items.setdefault(item, []) if slash else loose).append(row)
         if len(items) > self.most_items:
-            for item in [k for k, rows in items.items() if sum(table.nbytes[r] for r in rows) < self.small_bytes]:
+            for item in [
+                k for k, rows in items.items() if sum(table.nbytes[r] for r in rows) < self.small_bytes
+            ]:
                 loose += items.pop(item)
         groups = [Group(_stem(item), f"{item}/", rows) for item, rows in items.items()]
         if loose:

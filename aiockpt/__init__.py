@@ -1,0 +1,1 @@
+"""Asyncio-native checkpoints for PyTorch."""

@@ -1,0 +1,90 @@
+"""The one instant a checkpoint begins to exist.
+
+Before: every data file, every part and every file of the user's is whole and flushed to
+stable storage; none of it is visible, since no manifest names it. Then the manifest is
+put, last and never over another one; the store makes that a single event (a folder
+renamed into place, or an object created only if absent). After it the step is a
+checkpoint and no crash can undo that; before it there is none, whatever else lies
+around. So a crash leaves the old newest step or the new one, never neither.
+
+Proof obligations kept elsewhere: a store's `commit` is whole and durable or nothing; a
+file whose fsync failed is never committed (its save has failed by then).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ._manifest import FORMAT, ItemRecord, Manifest, PartRecord, encode_manifest
+from .errors import SaveError
+from .storage import Attempt
+
+WRITER = "aiockpt"
+
+
+def check_parts(parts: Sequence[PartRecord], save_id: str) -> list[PartRecord]:
+    """The parts in rank order: each rank once, all of this save.
+
+    Raises:
+        SaveError: a part is missing, double, or of another save. Never committed then.
+    """
+    ordered = sorted(parts, key=lambda part: part.rank)
+    ranks = [part.rank for part in ordered]
+    world = ordered[0].world if ordered else 1
+    if ranks != list(range(world)) or any(part.world != world for part in ordered):
+        raise SaveError(
+            f"parts of ranks {ranks} do not make a checkpoint of {world} rank(s)", save_id=save_id
+        )
+    for part in ordered:
+        if part.save_id != save_id:
+            message = f"the part of rank {part.rank} belongs to save {part.save_id}, not to {save_id}"
+            raise SaveError(message, save_id=save_id)
+    return ordered
+
+
+def build_manifest(
+    parts: Sequence[PartRecord],
+    *,
+    step: int,
+    save_id: str,
+    run_id: str,
+    metrics: Any,
+    meta: Any,
+) -> Manifest:
+    """Put the parts together; pure but for the clock."""
+    ordered = check_parts(parts, save_id)
+    records = [record for part in ordered for record in (part.part, *part.files)]
+    return Manifest(
+        format=FORMAT,
+        step=step,
+        save_id=save_id,
+        run_id=run_id,
+        time=time.time(),
+        metrics=metrics,
+        meta=meta,
+        items=merge_items(ordered),
+        files=records,
+        writer=WRITER,
+    )
+
+
+def merge_items(parts: Sequence[PartRecord]) -> list[ItemRecord]:
+    """The items of all ranks, in order of first appearance."""
+    merged: dict[str, ItemRecord] = {}
+    for part in parts:
+        for item in part.items:
+            old = merged.get(item.name, ItemRecord(item.name, 0, 0))
+            merged[item.name] = ItemRecord(item.name, old.tensors + item.tensors, old.nbytes + item.nbytes)
+    return list(merged.values())
+
+
+async def commit(attempt: Attempt, manifest: Manifest) -> None:
+    """Make it a checkpoint.
+
+    Raises:
+        FileExistsError: the name is taken by another save; ours is not visible.
+        OSError: the store failed; ours is not visible.
+    """
+    await attempt.commit(encode_manifest(manifest))

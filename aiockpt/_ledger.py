@@ -1,0 +1,100 @@
+"""A saver's books: which saves are under way, which failed, and who was told.
+
+Saves are admitted and committed in the order in which they began. An error counts as
+reported once an awaiter got it; one that nobody got is logged at once and raised at the
+next opportunity, exactly once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+
+from ._request import Request
+from .errors import BusyError, CheckpointError, PreviousSaveError, SaveErrors, StepError
+from .pending import PendingSave
+
+log = logging.getLogger("aiockpt")
+
+KEPT = 100
+"""How many past failures are remembered."""
+
+
+class Ledger:
+    """The saves of one saver."""
+
+    def __init__(self, max_pending: int) -> None:
+        self.max_pending = max_pending
+        self.active: list[Request] = []
+        """Begun and not done, oldest first."""
+        self.failures: deque[CheckpointError] = deque(maxlen=KEPT)
+        self._unreported: list[PendingSave] = []
+
+    def refuse_if_busy(self, step: int) -> None:
+        """Raise when one more save would exceed `max_pending`.
+
+        Raises:
+            BusyError: naming the steps that are pending.
+        """
+        if len(self.active) >= self.max_pending:
+            steps = ", ".join(str(request.step) for request in self.active)
+            message = f"step {step}: {len(self.active)} save(s) are pending already (step {steps})"
+            raise BusyError(message, step=step)
+
+    async def admit(self, request: Request) -> None:
+        """Wait until fewer than `max_pending` older saves are under way.
+
+        Raises:
+            StepError: one of those still under way is not of an older step.
+        """
+        while (at := self.active.index(request)) >= self.max_pending:
+            await self.active[at - self.max_pending].pending._ended.wait()
+        for older in self.active[:at]:
+            if older.step >= request.step:
+                message = f"step {request.step} is not above step {older.step}, which is being saved"
+                raise StepError(message, step=request.step)
+
+    async def turn(self, request: Request) -> None:
+        """Wait until every older save has committed or failed."""
+        while (at := self.active.index(request)) > 0:
+            await self.active[at - 1].pending._ended.wait()
+
+    def end(self, request: Request, error: CheckpointError | None) -> None:
+        """A save is done; with an error, tell its waiters, or log it when there are none."""
+        self.active.remove(request)
+        if error is None:
+            return
+        pending = request.pending
+        self.failures.append(error)
+        # Also when somebody waits: that waiter may be cancelled before it is told.
+        self._unreported = [p for p in self._unreported if not p._reported] + [pending]
+        if not pending._fail(error) and not pending._reported:
+            log.error("the save of step %d failed: %s", pending.step, error, extra={"step": pending.step})
+
+    def take_unreported(self) -> list[CheckpointError]:
+        """Errors nobody has got yet; they count as reported from now on."""
+        taken = [p for p in self._unreported if not p._reported]
+        self._unreported.clear()
+        for pending in taken:
+            pending._reported = True
+        return [p._error for p in taken if p._error is not None]
+
+    def previous_error(self, pending: PendingSave) -> PreviousSaveError | None:
+        """What the next accepted save has to raise, if an earlier one failed unseen."""
+        errors = self.take_unreported()
+        if not errors:
+            return None
+        steps = ", ".join(str(error.step) for error in errors)
+        message = (
+            f"an earlier save failed and nobody had awaited it (step {steps}: {errors[0]}). "
+            f"The save of step {pending.step} was accepted and goes on: see .pending"
+        )
+        error = PreviousSaveError(message, step=errors[0].step, pending=pending)
+        error.__cause__ = one_error(errors)
+        return error
+
+
+def one_error(errors: Sequence[CheckpointError]) -> CheckpointError:
+    """The error itself, or a group of several."""
+    return errors[0] if len(errors) == 1 else SaveErrors(f"{len(errors)} saves failed", errors)

@@ -1,0 +1,154 @@
+"""Which folder a save goes to: the order of steps, generations, the run's own record."""
+
+from __future__ import annotations
+
+import json
+import operator
+import time
+import uuid
+from typing import Any
+
+from ._names import RESERVED, RUN_FILE, StepNames
+from .catalog import Catalog
+from .checkpoint import Checkpoint
+from .errors import CorruptCheckpointError, StepError, StepExistsError, UnsupportedFormatError, UsageError
+from .storage import Store
+
+RUN_FORMAT = 0
+
+
+def as_step(step: Any) -> int:
+    """`step` as an int.
+
+    Raises:
+        StepError: it is no whole number >= 0 (bool counts as a mistake).
+    """
+    try:
+        if isinstance(step, bool):
+            raise TypeError
+        number = operator.index(step)
+    except TypeError:
+        raise StepError(f"step must be an int >= 0, not {step!r:.80}") from None
+    if not 0 <= number < 1 << 63:
+        raise StepError(f"step must be an int from 0 to 2**63 - 1, not {number}", step=number)
+    return number
+
+
+async def open_run(store: Store, names: StepNames, meta: Any) -> str:
+    """The run's id: read from `run.json`, or made now and kept from then on.
+
+    Raises:
+        UsageError: the run was begun with another `step_format`.
+        CorruptCheckpointError: `run.json` is there and is not one.
+    """
+    fresh = {
+        "format": RUN_FORMAT,
+        "run_id": uuid.uuid4().hex,
+        "created": time.time(),
+        "step_format": names.step_format,
+        "meta": meta,
+    }
+    try:
+        await store.put(RUN_FILE, (json.dumps(fresh, indent=2) + "\n").encode(), if_absent=True)
+        return str(fresh["run_id"])
+    except FileExistsError:
+        record = read_run(await store.get(RUN_FILE, limit=1 << 20))
+    if record["step_format"] != names.step_format:
+        raise UsageError(
+            f"the run names its steps {record['step_format']!r}, this saver {names.step_format!r}: "
+            "pass the run's own step_format=, or use a new run folder",
+            file=RUN_FILE,
+        )
+    return str(record["run_id"])
+
+
+def read_run(data: bytes) -> dict[str, Any]:
+    """Check and decode `run.json`.
+
+    Raises:
+        CorruptCheckpointError: it is not one.
+    """
+    try:
+        record = json.loads(data)
+        sound = isinstance(record["run_id"], str) and isinstance(record["step_format"], str)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"not a run's record: {error}", file=RUN_FILE) from error
+    if not sound:
+        raise CorruptCheckpointError("not a run's record", file=RUN_FILE)
+    return dict(record)
+
+
+class Places:
+    """Where each step of a run goes, and which steps may still come."""
+
+    def __init__(self, store: Store, names: StepNames, catalog: Catalog) -> None:
+        self._store = store
+        self._names = names
+        self._catalog = catalog
+        self.newest = -1
+        """The highest step that is committed, as far as this saver knows."""
+
+    async def refresh(self) -> None:
+        """Learn the newest committed step from the store."""
+        self.newest = max(await self._catalog.steps(), default=-1)
+
+    async def find(self, step: int, *, overwrite: bool) -> tuple[str, int, list[str]]:
+        """The folder for a save of `step`.
+
+        Returns:
+            (folder name, generation, folders of the same step to retire after the commit).
+
+        Raises:
+            StepExistsError: the step is committed and `overwrite` was not said.
+            StepError: the step is not above the newest committed one.
+        """
+        generations = await self._generations(step)
+        if step <= self.newest or generations:
+            exists = await self._exists(step)
+            if exists and not overwrite:
+                raise StepExistsError(
+                    f"step {step} is committed already; overwrite=True writes it anew",
+                    step=step,
+                    file=self._names.folder(step, max(generations)),
+                )
+            if not exists and step < self.newest:
+                raise StepError(
+                    f"step {step} is not above the newest committed step {self.newest}; to go back, "
+                    "restore(step=..., rewind=True) retires the later ones first",
+                    step=step,
+                )
+        generation = max(generations, default=-1) + 1
+        name = self._names.folder(step, generation)
+        if name in RESERVED:
+            raise StepError(f"step {step} would be called {name!r}, which the run needs itself", step=step)
+        return name, generation, [self._names.folder(step, g) for g in generations]
+
+    async def rewind(self, checkpoint: Checkpoint) -> None:
+        """Retire every committed step above the checkpoint's, newest first."""
+        for step in sorted(await self._catalog.steps(), reverse=True):
+            if step > checkpoint.step:
+                for generation in reversed(await self._generations(step)):
+                    await self._store.retire(self._names.folder(step, generation))
+        self.newest = checkpoint.step
+
+    async def _generations(self, step: int) -> list[int]:
+        """Generations of the step that have a folder, valid or not."""
+        found = []
+        for entry in await self._store.list():
+            parsed = self._names.parse(entry.name)
+            if parsed is None:
+                continue
+            if parsed[0] == step:
+                found.append(parsed[1])
+            elif entry.is_folder and parsed[0] > self.newest and await self._exists(parsed[0]):
+                self.newest = parsed[0]
+        return sorted(found)
+
+    async def _exists(self, step: int) -> bool:
+        try:
+            await self._catalog.get(step)
+        except UnsupportedFormatError:
+            return True
+        except (FileNotFoundError, CorruptCheckpointError):
+            return False
+        return True

@@ -1,0 +1,60 @@
+"""One save as its saver sees it, from the call to the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from ._capture import Captured
+from ._manifest import PartRecord
+from ._records import UserFile
+from .pending import PendingSave
+from .writer import CheckpointWriter
+
+
+class SaveOptions(TypedDict, total=False):
+    """Keywords that every way to save takes."""
+
+    metrics: Mapping[str, float] | None
+    """Numbers by name, kept in the manifest."""
+    meta: Any
+    """Plain values, kept in the manifest."""
+    files: Mapping[str, UserFile] | None
+    """Files of your own to commit with the step, by name: content, or a path to copy."""
+    overwrite: bool
+    """Write a committed step anew; the older one is removed after the commit."""
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """What was captured at the call, and how far it got."""
+
+    pending: PendingSave
+    writer: CheckpointWriter
+    captured: Captured
+    overwrite: bool
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    task: asyncio.Task[None] | None = None
+    record: PartRecord | None = None
+    """What was written, for the commit."""
+    committing: bool = False
+    """The commit has begun: it can no longer be cancelled."""
+
+    @property
+    def step(self) -> int:
+        """The step it saves."""
+        return self.pending.step
+
+    def cancel(self) -> bool:
+        """End it unless it is too late; returns whether it was not."""
+        if self.committing or self.task is None or self.task.done():
+            return False
+        self.task.cancel()
+        return True
+
+    def drop(self) -> None:
+        """It will never begin: let go of the state."""
+        self.captured.release()
