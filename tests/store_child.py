@@ -147,7 +147,7 @@ def main() -> None:
     commands = {
         f.__name__.replace("_", "-"): f for f in (die_in_files, die_in_store, race, hold, fork, sweep)
     }
-    run: Callable[..., Coroutine[Any, Any, None]] = commands[sys.argv[1]]  # type: ignore[assignment]
+    run: Callable[..., Coroutine[Any, Any, None]] = commands[sys.argv[1]]
     asyncio.run(run(*sys.argv[2:]))
 
 
