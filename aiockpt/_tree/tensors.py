@@ -53,12 +53,17 @@ class Aliases:
         # One int a tensor, nothing for the garbage collector; a second view at an address is rare.
         self._first_at: dict[int, int] = {}
         self._others_at: dict[int, list[int]] = {}
+        self._empty: dict[int, tuple[int, torch.Tensor]] = {}
 
     def find(self, tensor: torch.Tensor) -> int:
         """The row of the first identical view, or -1: then the tensor will be the next row."""
         row = len(self._stored)
-        # Empty tensors have no address of their own: only the object itself is the same.
-        place = tensor.data_ptr() if tensor.nbytes else -id(tensor)
+        if not tensor.nbytes:
+            # Empty tensors have no address of their own: only the object itself is the same, and it
+            # is kept, since another could take over its id.
+            first, _ = self._empty.setdefault(id(tensor), (row, tensor))
+            return -1 if first == row else first
+        place = tensor.data_ptr()
         first = self._first_at.setdefault(place, row)
         if first == row:
             return -1
@@ -71,8 +76,6 @@ class Aliases:
 
 
 def _identical(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if not other.nbytes:
-        return one is other
     return (
         one.dtype == other.dtype
         and one.shape == other.shape
