@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -34,8 +35,11 @@ class Request:
 
     pending: PendingSave
     writer: CheckpointWriter
-    captured: Captured
     overwrite: bool
+    take: Callable[[], Captured]
+    """Captures the state; called once."""
+    held: Captured | None = None
+    """The captured state; at the call already, unless another thread was changing it."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     task: asyncio.Task[None] | None = None
     record: PartRecord | None = None
@@ -55,6 +59,25 @@ class Request:
         self.task.cancel()
         return True
 
+    @property
+    def captured(self) -> Captured:
+        """The captured state; there is one from the beginning of the save on."""
+        assert self.held is not None
+        return self.held
+
+    def capture(self) -> None:
+        """Take the state as it is now."""
+        start = time.perf_counter()
+        self.held = self.take()
+        self.pending.capture_seconds = time.perf_counter() - start
+        self.take = _taken
+
     def drop(self) -> None:
-        """It will never begin: let go of the state."""
-        self.captured.release()
+        """It will never begin, or has ended: let go of the state."""
+        self.take = _taken
+        if self.held is not None:
+            self.held.release()
+
+
+def _taken() -> Captured:
+    raise AssertionError("a state is captured once")

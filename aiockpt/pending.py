@@ -63,12 +63,14 @@ class PendingSave(Awaitable[Checkpoint]):
         step: the step it saves.
         save_id: names this save for ever.
         progress: bytes staged, written and in total.
+        capture_seconds: how long the call itself took, which is all the loop stood still.
     """
 
     def __init__(self, step: int, save_id: str, loop: asyncio.AbstractEventLoop) -> None:
         self.step = step
         self.save_id = save_id
         self.progress = Progress(notify=self._wake)
+        self.capture_seconds = 0.0
         self._loop = loop
         self._phase = Phase.CALLED
         self._called = time.perf_counter()
