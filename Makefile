@@ -18,7 +18,7 @@ PYTHON ?= $(shell $(FIND_PYTHON))
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
-SOURCES := aiockpt tests $(wildcard examples)
+SOURCES := aiockpt tests $(wildcard examples benchmarks)
 PYTEST := $(BIN)/python -m pytest
 # More options for pytest, as in `make test PYTEST_ARGS="-x -k crash"` or PYTEST_ARGS="-n 2".
 PYTEST_ARGS ?=
