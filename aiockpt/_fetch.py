@@ -1,0 +1,324 @@
+"""Carry out planned reads: from the store, verified, to where they belong.
+
+One task group a load, with a few workers that each have at most one read and one block
+in hand. Bytes that go to living tensors pass through a block and are verified there, and
+are copied on while they are in the processor's cache; bytes of new tensors are read to
+where they stay and verified in place, before anybody sees them. When a load fails or is
+cancelled at any point, no thread is left inside a block and no file stays open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+import anyio
+import torch
+import xxhash
+
+from ._manifest import HEX, PIECE_BYTES, ShardRecord, digest
+from ._memory import Block, BlockPool
+from ._reads import Run
+from ._targets import Target
+from ._threads import offload
+from .errors import CorruptCheckpointError, StorageError
+from .storage import Source, Store
+
+__all__ = ["Fetch", "LoadProgress", "Place", "Targets", "in_parallel"]
+
+WORKERS: Final = 4
+"""Reads in flight."""
+OPEN_FIRST: Final = 16
+"""Files opened before the first is read: what is open, a deletion elsewhere cannot take away."""
+
+Job = TypeVar("Job")
+Targets = dict[int, list[Target]]
+"""Rows of the table to the tensors they are to fill."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """How far a load has come; handed to `progress=` after each read."""
+
+    step: int
+    read: int
+    """Bytes of data read, and verified unless that was declined."""
+    total: int
+    """Bytes there are to read; a load with `atomic=True` may read some twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a checkpoint's files are."""
+
+    store: Store
+    folder: str
+    step: int
+
+    def corrupt(self, reason: str, file: str, path: str | None = None) -> CorruptCheckpointError:
+        """The error for damage in one of its files."""
+        return CorruptCheckpointError(reason, step=self.step, file=file, path=path)
+
+    async def open(self, file: str) -> Source:
+        """Open one of its files.
+
+        Raises:
+            FileNotFoundError: it is gone, or the whole folder is.
+            StorageError: the store failed.
+        """
+        try:
+            return await self.store.open(f"{self.folder}/{file}")
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise StorageError.wrap(error, "open", file=file, step=self.step) from error
+
+    def check_size(self, source: Source, file: str, nbytes: int) -> None:
+        """Refuse a file of another length than the manifest says.
+
+        Raises:
+            CorruptCheckpointError: it is.
+        """
+        if source.size != nbytes:
+            raise self.corrupt(f"the file has {source.size} bytes instead of {nbytes}", file)
+
+    async def read(self, source: Source, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Read from one of its files.
+
+        Raises:
+            CorruptCheckpointError: the file ends too early.
+            StorageError: the store failed.
+        """
+        try:
+            await source.read_into(offset, buffers)
+        except EOFError as error:
+            raise self.corrupt("the file ends too early", file) from error
+        except OSError as error:
+            raise StorageError.wrap(error, "read", file=file, step=self.step) from error
+
+
+@dataclass(slots=True)
+class _Open:
+    """A shard's file and how many reads it is still needed for."""
+
+    reads: int
+    source: Source | None = None
+    lock: anyio.Lock = field(default_factory=anyio.Lock)
+
+
+@dataclass(slots=True)
+class Fetch:
+    """The reads of one load.
+
+    Args:
+        place: the checkpoint.
+        shards: records of its data files.
+        pool: where blocks come from.
+        verify: whether pieces and headers are checked.
+        progress: told after each read.
+    """
+
+    place: Place
+    shards: Sequence[ShardRecord]
+    pool: BlockPool
+    verify: bool = True
+    progress: Callable[[LoadProgress], object] | None = None
+    touched: dict[str, None] = field(default_factory=dict)
+    """Paths of living targets that hold bytes of the checkpoint by now."""
+    total: int = 0
+    _read: int = 0
+    _order: int = 0
+
+    def __post_init__(self) -> None:
+        self._order = self.pool.budget.next_order()
+
+    async def fill(self, runs: Sequence[Run], targets: Targets, paths: Callable[[int], str]) -> None:
+        """Read the runs into the targets; with `targets` empty, only verify.
+
+        Args:
+            runs: what to read.
+            targets: where it goes.
+            paths: a row's path, for errors.
+
+        Raises:
+            FileNotFoundError: a file is gone.
+            CorruptCheckpointError: a piece or header does not match its checksum.
+            StorageError: the store failed.
+        """
+        headers = {run.shard: None for run in runs} if self.verify else {}
+        jobs: list[int | Run] = [*headers, *runs]
+        async with self._opened(jobs) as files:
+
+            async def work(job: int | Run) -> None:
+                shard = job if isinstance(job, int) else job.shard
+                source = await self._source(files, shard)
+                if isinstance(job, int):
+                    await self._check_header(source, self.shards[job])
+                elif job.direct and targets:
+                    await self._read_direct(source, job, targets, paths)
+                else:
+                    await self._read_staged(source, job, targets, paths)
+                await self._done_with(files[shard])
+                self._report(0 if isinstance(job, int) else job.nbytes)
+
+            await in_parallel(work, jobs)
+
+    @asynccontextmanager
+    async def _opened(self, jobs: Iterable[int | Run]) -> AsyncIterator[dict[int, _Open]]:
+        files: dict[int, _Open] = {}
+        for job in jobs:
+            shard = job if isinstance(job, int) else job.shard
+            files.setdefault(shard, _Open(0)).reads += 1
+        try:
+            for shard in list(files)[:OPEN_FIRST]:
+                await self._source(files, shard)
+            yield files
+        finally:
+            with anyio.CancelScope(shield=True):
+                for file in files.values():
+                    if file.source is not None:
+                        await file.source.aclose()
+
+    async def _source(self, files: dict[int, _Open], shard: int) -> Source:
+        file = files[shard]
+        async with file.lock:
+            if file.source is None:
+                file.source = await self.place.open(self.shards[shard].name)
+                self.place.check_size(file.source, self.shards[shard].name, self.shards[shard].size)
+        return file.source
+
+    async def _done_with(self, file: _Open) -> None:
+        file.reads -= 1
+        if file.reads == 0 and file.source is not None:
+            await file.source.aclose()
+            file.source = None
+
+    @asynccontextmanager
+    async def block(self) -> AsyncIterator[Block]:
+        """A block of the pool, which has it back when the body is left."""
+        block = await self.pool.acquire(self._order)
+        try:
+            yield block
+        finally:
+            self.pool.release(block)
+
+    async def _check_header(self, source: Source, record: ShardRecord) -> None:
+        found = await self.stream_digest(source, record.name, record.header)
+        if found != record.header_digest:
+            raise self.place.corrupt("the header does not match its checksum", record.name)
+
+    async def stream_digest(self, source: Source, file: str, nbytes: int) -> str:
+        """The digest of a file's first bytes, read block by block."""
+        state = xxhash.xxh3_64()
+        async with self.block() as block:
+            for offset in range(0, nbytes, block.nbytes):
+                view = block.view[: min(block.nbytes, nbytes - offset)]
+                await self.place.read(source, file, offset, [view])
+                await offload(state.update, view)
+        return state.hexdigest()
+
+    async def _read_staged(
+        self, source: Source, run: Run, targets: Targets, paths: Callable[[int], str]
+    ) -> None:
+        record = self.shards[run.shard]
+        async with self.block() as block:
+            view = block.view[: run.nbytes]
+            await self.place.read(source, record.name, record.header + run.offset, [view])
+            await offload(self._take, run, [view], block.tensor, targets, paths)
+
+    async def _read_direct(
+        self, source: Source, run: Run, targets: Targets, paths: Callable[[int], str]
+    ) -> None:
+        record = self.shards[run.shard]
+        buffers = [targets[part.row][0].memory(part.first, part.nbytes) for part in run.parts]
+        await self.place.read(source, record.name, record.header + run.offset, buffers)
+        if self.verify:
+            await offload(self._check, run, buffers, paths)
+
+    def _take(
+        self,
+        run: Run,
+        buffers: Sequence[memoryview],
+        data: torch.Tensor,
+        targets: Targets,
+        paths: Callable[[int], str],
+    ) -> None:
+        """Verify a block and copy what it holds to the targets."""
+        if self.verify:
+            self._check(run, buffers, paths)
+        for part in run.parts if targets else ():
+            for target in targets[part.row]:
+                if target.live:
+                    self.touched[target.path] = None
+                target.fill(part.first, data[part.at : part.at + part.nbytes])
+
+    def _check(self, run: Run, buffers: Sequence[memoryview], paths: Callable[[int], str]) -> None:
+        record = self.shards[run.shard]
+        for index, found in zip(run.pieces(), piece_digests(buffers), strict=True):
+            if found != record.pieces[index * HEX : (index + 1) * HEX]:
+                begin = index * PIECE_BYTES - run.offset
+                raise self.place.corrupt(
+                    f"piece {index} of the data does not match its checksum",
+                    record.name,
+                    _path_at(run, begin, begin + PIECE_BYTES, paths),
+                )
+
+    def _report(self, nbytes: int) -> None:
+        self._read += nbytes
+        if self.progress is not None and nbytes:
+            self.progress(LoadProgress(self.place.step, self._read, self.total))
+
+
+def _path_at(run: Run, begin: int, end: int, paths: Callable[[int], str]) -> str | None:
+    """The path of the first tensor with bytes in that part of the run."""
+    hit = (part.row for part in run.parts if part.at < end and part.at + part.nbytes > begin)
+    row = next(hit, None)
+    return None if row is None else paths(row)
+
+
+def piece_digests(buffers: Sequence[memoryview]) -> Iterator[str]:
+    """The digest of every piece of the bytes that the buffers hold one after the other."""
+    state, left = xxhash.xxh3_64(), PIECE_BYTES
+    for buffer in buffers:
+        at = 0
+        while at < len(buffer):
+            take = min(left, len(buffer) - at)
+            if take == PIECE_BYTES:
+                yield digest(buffer[at : at + take])
+            else:
+                state.update(buffer[at : at + take])
+                left -= take
+            at += take
+            if left == 0:
+                yield state.hexdigest()
+                state, left = xxhash.xxh3_64(), PIECE_BYTES
+    if left < PIECE_BYTES:
+        yield state.hexdigest()
+
+
+async def in_parallel(work: Callable[[Job], Awaitable[None]], jobs: Sequence[Job]) -> None:
+    """Do the jobs in their order, a few at a time.
+
+    The first error cancels the others, is waited for and comes out bare, without a group.
+    """
+    failed: list[Exception] = []
+    rest = iter(jobs)
+
+    async def worker() -> None:
+        for job in rest:
+            try:
+                await work(job)
+            except Exception as error:
+                failed.append(error)
+                group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        for _ in range(min(WORKERS, len(jobs))):
+            group.start_soon(worker)
+    if failed:
+        try:
+            raise failed[0]
+        finally:
+            failed.clear()  # the error's traceback holds this frame: no cycle may keep the buffers alive
