@@ -1,1 +1,91 @@
-"""Asyncio-native checkpoints for PyTorch."""
+"""Asyncio-native checkpoints for PyTorch.
+
+`await saver.stage(state, step=n)` returns when the weights may change;
+`await saver.save(state, step=n)` returns when a crash cannot lose them.
+
+    async with aiockpt.Saver("runs/digits") as saver:
+        restored = await saver.restore({"model": model, "optim": optim})
+        for step in range(restored.step + 1 if restored else 1, 1001):
+            train_one(model, optim)
+            if step % 100 == 0:
+                await saver.stage({"model": model, "optim": optim}, step=step)
+"""
+
+from __future__ import annotations
+
+from ._memory import ByteBudget
+from ._version import __version__
+from .catalog import Catalog, latest, load
+from .checkpoint import Checkpoint, LoadReport
+from .errors import (
+    BusyError,
+    CheckpointError,
+    CommitUnknownError,
+    CorruptCheckpointError,
+    DrainTimeoutError,
+    PickleRefusedError,
+    PreviousSaveError,
+    SaveCancelledError,
+    SaveError,
+    SaveErrors,
+    StateMismatchError,
+    StateMutatedError,
+    StepError,
+    StepExistsError,
+    StepNotFoundError,
+    StorageError,
+    UnsupportedFormatError,
+    UnsupportedStateError,
+    UsageError,
+)
+from .layouts.per_item import PerItem
+from .pending import Event, PendingSave, Phase
+from .reader import CheckpointReader
+from .saver import Saver
+from .storage import Store, open_store
+from .values import Record, register_leaf
+from .values.rng import RngState
+from .writer import CheckpointWriter, SavePlan, TensorSpec
+
+__all__ = [
+    "BusyError",
+    "ByteBudget",
+    "Catalog",
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointReader",
+    "CheckpointWriter",
+    "CommitUnknownError",
+    "CorruptCheckpointError",
+    "DrainTimeoutError",
+    "Event",
+    "LoadReport",
+    "PendingSave",
+    "PerItem",
+    "Phase",
+    "PickleRefusedError",
+    "PreviousSaveError",
+    "Record",
+    "RngState",
+    "SaveCancelledError",
+    "SaveError",
+    "SaveErrors",
+    "SavePlan",
+    "Saver",
+    "StateMismatchError",
+    "StateMutatedError",
+    "StepError",
+    "StepExistsError",
+    "StepNotFoundError",
+    "StorageError",
+    "Store",
+    "TensorSpec",
+    "UnsupportedFormatError",
+    "UnsupportedStateError",
+    "UsageError",
+    "__version__",
+    "latest",
+    "load",
+    "open_store",
+    "register_leaf",
+]
