@@ -108,11 +108,15 @@ STDLIB: Final[Strategy] = st.one_of(
     st.fractions(),
     ANY_TEXT.filter(lambda text: "\0" not in text).map(pathlib.PurePosixPath),
     st.sampled_from([pathlib.Path("a/b"), pathlib.PureWindowsPath("c:\\x"), pathlib.Path()]),
-    st.sampled_from([torch.float32, torch.strided, torch.channels_last, torch.device("cpu"), torch.Size([2, 0])]),
+    st.sampled_from(
+        [torch.float32, torch.strided, torch.channels_last, torch.device("cpu"), torch.Size([2, 0])]
+    ),
     st.sampled_from([Colour.RED, Colour.BLUE, Access.READ, Access.READ | Access.WRITE, Access(0), ...]),
 )
 SIMPLE: Final[Strategy] = st.one_of(st.none(), st.booleans(), INTEGERS, FLOATS, ANY_TEXT)
-NUMPY_SCALARS: Final[Strategy] = hnp.scalar_dtypes().flatmap(lambda dtype: hnp.arrays(dtype, ())).map(lambda a: a[()])
+NUMPY_SCALARS: Final[Strategy] = (
+    hnp.scalar_dtypes().flatmap(lambda dtype: hnp.arrays(dtype, ())).map(lambda a: a[()])
+)
 
 
 @st.composite
@@ -154,7 +158,11 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 def _variants(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Other views of a tensor that hold the same or fewer elements."""
-    found = [tensor, tensor.t() if tensor.dim() == 2 else tensor[..., None], tensor[None].expand(2, *tensor.shape)]
+    found = [
+        tensor,
+        tensor.t() if tensor.dim() == 2 else tensor[..., None],
+        tensor[None].expand(2, *tensor.shape),
+    ]
     if tensor.dim():
         found.append(tensor[1:])
     if tensor.dtype in (torch.complex64, torch.complex128):
@@ -170,19 +178,29 @@ def _variants(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 _KEY_ATOMS: Final[Strategy] = st.one_of(
     ANY_TEXT,
-    st.sampled_from(["", "1", "True", "None", "nan", "a.b", "a/b", "~", "__metadata__", "np.int64(1)", "(1,)", "-1e5"]),
+    st.sampled_from(
+        ["", "1", "True", "None", "nan", "a.b", "a/b", "~", "__metadata__", "np.int64(1)", "(1,)", "-1e5"]
+    ),
     st.text("k", min_size=300, max_size=300),
     st.integers(-3, 3),
     st.integers(),
     st.booleans(),
     st.none(),
-    st.floats(),
+    st.floats(allow_nan=False),
+    st.just(math.nan),
     st.builds(np.int64, st.integers(-3, 3)),
     st.builds(np.uint8, st.integers(0, 9)),
 )
-KEYS: Final[Strategy] = st.recursive(_KEY_ATOMS, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=4)
+KEYS: Final[Strategy] = st.recursive(
+    _KEY_ATOMS, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=4
+)
 MEMBERS: Final[Strategy] = st.one_of(
-    st.none(), st.booleans(), INTEGERS, ANY_TEXT, st.binary(max_size=9), st.tuples(st.integers(), st.text(max_size=3))
+    st.none(),
+    st.booleans(),
+    INTEGERS,
+    ANY_TEXT,
+    st.binary(max_size=9),
+    st.tuples(st.integers(), st.text(max_size=3)),
 )
 FACTORIES: Final = [None, int, list, dict, set, float]
 
@@ -223,7 +241,9 @@ def _container(inner: Strategy) -> Strategy:
         lists,
         lists.map(tuple),
         st.builds(_ordered, dicts, st.booleans()),
-        st.builds(lambda factory, items: collections.defaultdict(factory, items), st.sampled_from(FACTORIES), dicts),
+        st.builds(
+            lambda factory, items: collections.defaultdict(factory, items), st.sampled_from(FACTORIES), dicts
+        ),
         dicts.map(_counter),
         st.builds(lambda items, room: collections.deque(items, len(items) + room), lists, st.integers(0, 2)),
         lists.map(collections.deque),
@@ -255,7 +275,9 @@ def trees(draw: st.DrawFn) -> Any:
 
 def states() -> Strategy:
     """States as users have them: a dict of items."""
-    return st.dictionaries(st.one_of(st.sampled_from(["model", "optim", "rng"]), ANY_TEXT), trees(), max_size=4)
+    return st.dictionaries(
+        st.one_of(st.sampled_from(["model", "optim", "rng"]), ANY_TEXT), trees(), max_size=4
+    )
 
 
 # ---------------------------------------------------------------- comparison
@@ -364,7 +386,12 @@ def _tied(one: torch.Tensor, other: torch.Tensor) -> bool:
     if not one.numel() or not other.numel() or one.data_ptr() != other.data_ptr():
         return False
     same_steps = one.shape == other.shape and one.stride() == other.stride()
-    return same_steps and one.dtype == other.dtype and one.is_conj() == other.is_conj() and one.is_neg() == other.is_neg()
+    return (
+        same_steps
+        and one.dtype == other.dtype
+        and one.is_conj() == other.is_conj()
+        and one.is_neg() == other.is_neg()
+    )
 
 
 # ---------------------------------------------------------------- the trip
@@ -388,4 +415,3 @@ def trip(state: Any, *, allow_pickle: bool = False, **options: Any) -> Any:
 def paths_of(flat: _tree.Flat) -> Iterator[str]:
     """Every path of the columns."""
     yield from (*flat.tensor_paths, *flat.value_paths, *flat.node_paths)
-

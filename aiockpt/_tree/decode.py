@@ -27,10 +27,11 @@ class Context:
 
     allow_pickle: bool
     path: str = ""
+    depth: int = 0
 
     def plain(self, json: Json) -> Any:
-        """Decode JSON that a codec keeps in its meta."""
-        return _decode(json, self.path, self, len(split(self.path)))
+        """Decode JSON that a codec keeps in its meta; as deep as a child of the value."""
+        return _decode(json, self.path, self, self.depth + 1)
 
 
 def decode_value(json: Json, path: str = "", *, allow_pickle: bool = False) -> Any:
@@ -57,7 +58,9 @@ def _decode(json: Json, path: str, ctx: Context, depth: int) -> Any:
         key: child if type(child) in _ATOMS else _decode(child, join(path, key_text(key)), ctx, depth + 1)
         for key, child in zip(opened.keys, opened.children, strict=True)
     }
-    return assemble(opened.tag, opened.meta, children, len(opened.children), path, ctx)
+    if len(children) != len(opened.children):
+        raise CorruptCheckpointError("two keys of a container are equal", path=path)
+    return assemble(opened.tag, opened.meta, children, path, ctx, depth)
 
 
 def _composite(json: Json, path: str) -> list[Json] | dict[str, Json]:
@@ -72,11 +75,9 @@ def check_depth(path: str, depth: int) -> None:
         raise CorruptCheckpointError(f"nested deeper than {MAX_DEPTH} levels", path=f"{path[:200]}...")
 
 
-def assemble(tag: str, meta: Json, children: Children, count: int, path: str, ctx: Context) -> Any:
-    """Put a container of `count` children together."""
-    if len(children) != count:
-        raise CorruptCheckpointError("two keys of a container are equal", path=path)
-    ctx.path = path
+def assemble(tag: str, meta: Json, children: Children, path: str, ctx: Context, depth: int) -> Any:
+    """Put a container together."""
+    ctx.path, ctx.depth = path, depth
     return restore(tag, meta, children, ctx)
 
 
@@ -109,4 +110,4 @@ def partial(tag: str, meta: Json, found: Children, path: str, ctx: Context) -> A
     """Part of a container: a dict of its kind, or a plain dict by index or field name."""
     if not found:
         return NOTHING
-    return assemble(tag, meta, found, len(found), path, ctx) if tag in _DICTS else found
+    return assemble(tag, meta, found, path, ctx, len(split(path))) if tag in _DICTS else found

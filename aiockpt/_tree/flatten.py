@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 
@@ -75,10 +75,7 @@ def encode_value(value: object, path: str = "", *, allow_pickle: bool = False) -
     """
     walk = _Walk(allow_pickle)
     walk.visit(value, path, 0)
-    problems = walk.problems + [(place, "a tensor is no plain value") for place in walk.flat.tensor_paths]
-    if problems:
-        raise UnsupportedStateError(problems) from walk.cause
-    return walk.flat.values[0]
+    return walk.only_value()
 
 
 class _Walk:
@@ -91,7 +88,7 @@ class _Walk:
         self.cause: Exception | None = None
         self.seq = 0
         self.open: set[int] = set()
-        self.path = ""
+        self.depth = 0
         self.aliases = Aliases(self.flat.tensors)
 
     def visit(self, value: Any, path: str, depth: int) -> None:
@@ -114,13 +111,21 @@ class _Walk:
 
     def plain(self, value: object) -> Json:
         """Write a value without tensors as JSON, for a codec's meta."""
-        if type(value) in _ATOMS and is_native(value):
-            return cast(Json, value)
+        inner = _Walk(self.allow_pickle)
+        inner.open = self.open
+        inner.visit(value, "", self.depth + 1)
         try:
-            return encode_value(value, allow_pickle=self.allow_pickle)
+            return inner.only_value()
         except UnsupportedStateError as error:
             where, why = error.problems[0]
-            raise Unsupported(f"its attribute holds, at {where or 'its top'}: {why}") from error
+            raise Unsupported(f"what hangs on it holds, at {where or 'its top'}: {why}") from error
+
+    def only_value(self) -> Json:
+        """The JSON, if all that was visited came to one plain value."""
+        problems = self.problems + [(place, "a tensor is no plain value") for place in self.flat.tensor_paths]
+        if problems:
+            raise UnsupportedStateError(problems) from self.cause
+        return self.flat.values[0]
 
     # ---------------------------------------------------------------- rows
 
@@ -196,7 +201,7 @@ class _Walk:
         self.visit(state, path, depth + 1)
 
     def _explode(self, codec: Codec, value: Any, path: str, depth: int) -> None:
-        self.path = path
+        self.depth = depth
         try:
             meta, children = codec.explode(value, self)
         except Unsupported as verdict:

@@ -95,7 +95,7 @@ class _Builder:
         """The innermost container is complete."""
         node = self.stack.pop()
         if node.whole:
-            value = assemble(node.tag, node.meta, node.children, len(node.children), node.path, self.ctx)
+            value = assemble(node.tag, node.meta, node.children, node.path, self.ctx, len(self.stack))
         else:
             value = partial(node.tag, node.meta, node.children, node.path, self.ctx)
         if value is not NOTHING:

@@ -22,23 +22,16 @@ def refusal(tensor: torch.Tensor) -> str | None:
         return "a nested tensor"
     if tensor.is_meta:
         return f"a tensor of dtype {tensor.dtype} on the meta device, which has no data"
-    return f"a tensor of dtype {tensor.dtype} whose storage was freed or cut"
+    return f"a tensor of dtype {tensor.dtype} whose storage was freed"
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the storage covers all elements; reading past it would crash."""
-    nbytes = tensor.nbytes
-    if not nbytes:
+    """Whether there is data behind the shape; reading what was freed would crash."""
+    if not tensor.nbytes:
         return not tensor.is_meta
-    if not tensor.data_ptr():
-        return False
-    offset = tensor.storage_offset()
-    if tensor.is_contiguous():
-        end = offset * tensor.itemsize + nbytes if offset else nbytes
-    else:
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        end = tensor.itemsize * (offset + 1 + sum((n - 1) * step for n, step in steps))
-    return end <= tensor.untyped_storage().nbytes()
+    # A freed storage begins at address 0. The storage itself is not asked: it would grow a Python
+    # object that lives as long as the tensor, for the garbage collector to visit ever after.
+    return tensor.data_ptr() != tensor.storage_offset() * tensor.itemsize
 
 
 class Aliases:

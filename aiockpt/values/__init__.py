@@ -189,7 +189,8 @@ def register(codec: Codec) -> Codec:
         raise ValueError(f"tag {codec.tag!r} or a type of it is taken")
     _BY_TAG[codec.tag] = codec
     _BY_TYPE.update(dict.fromkeys(codec.types, codec))
-    _FAMILIES.append(codec)
+    if type(codec).match is not Codec.match:
+        _FAMILIES.append(codec)
     return codec
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import sys
+from types import ModuleType
 from typing import Any, Final
 
 from .._plain import Json, all_native, is_native
@@ -54,11 +55,17 @@ def find_class(name: Json) -> type:
     module, _, qualname = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
-        # vars(), not getattr(): a module's __getattr__ may import, a property may run.
-        found = getattr(found, "__dict__", {}).get(part)
+        found = _attributes(found).get(part)
     if not isinstance(found, type):
         raise Absent(name)
     return found
+
+
+def _attributes(owner: object) -> Any:
+    """What a module or class holds, without asking it: __getattr__ may import, a proxy may call."""
+    if issubclass(type(owner), ModuleType):
+        return object.__getattribute__(owner, "__dict__")
+    return type.__getattribute__(owner, "__dict__") if isinstance(owner, type) else {}
 
 
 class _Dataclass(Codec):
@@ -100,6 +107,9 @@ class _Dataclass(Codec):
 
 
 def _is_dataclass(cls: type) -> bool:
+    # One that acts when it is thrown away is not for strangers to make.
+    if hasattr(cls, "__del__"):
+        return False
     return dataclasses.is_dataclass(cls) and not issubclass(cls, _BUILTIN)
 
 
