@@ -8,7 +8,7 @@ raises at the end.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -119,14 +119,16 @@ class Staging:
         leave: waits for `staged`, or withdraws the save when the body failed.
     """
 
-    def __init__(self, call: SaveCall[PendingSave], begin: Callable[[], PendingSave], leave: _Leave) -> None:
+    def __init__(
+        self, call: SaveCall[PendingSave], begin: Callable[[], Awaitable[PendingSave]], leave: _Leave
+    ) -> None:
         self._call = call
         self._begin = begin
         self._leave = leave
 
     async def __aenter__(self) -> PendingSave:
         self._call.take()
-        return self._begin()
+        return await self._begin()
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         await self._leave(failed=kind is not None)

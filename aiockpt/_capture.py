@@ -36,6 +36,8 @@ class Captured:
     """One a row; None for tied rows."""
     flat: _tree.Flat
     hold: Hold | None = None
+    on_release: Callable[[], None] | None = None
+    """Called once, when the state is no longer read."""
     versions: list[tuple[int, torch.Tensor, int]] = field(default_factory=list)
     """(row, tensor, version) of what is still referred to."""
 
@@ -59,6 +61,9 @@ class Captured:
         if self.hold is not None:
             self.hold.release()
             self.hold = None
+        if self.on_release is not None:
+            self.on_release()
+            self.on_release = None
         self.versions.clear()
         self.sources.clear()
         self.flat.tensors.clear()
@@ -92,7 +97,7 @@ def capture(state: Any, *, step: int, allow_pickle: bool = False) -> Captured:
     optimizers = [o for o in flat.stateful if isinstance(o, torch.optim.Optimizer)]
     hold = Hold(step, optimizers, tensors) if live or optimizers else None
     versions = [(row, flat.tensors[row], _version(flat.tensors[row])) for row in live]
-    return Captured(table, sources, flat, hold, versions)
+    return Captured(table, sources, flat, hold, versions=versions)
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, InvalidStateError
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 from aiockpt.errors import DrainTimeoutError
@@ -34,12 +35,17 @@ EXIT_SECONDS = 1.0
 """How long the interpreter's exit waits for calls that are running."""
 
 
+OWNER: ContextVar[object] = ContextVar("OWNER", default=None)
+"""On whose behalf calls are submitted; one owner's stuck calls are written off, not another's."""
+
+
 class _Job(Future[T]):
     """A call and, at the same time, the future of its result."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         super().__init__()
         self._call: Callable[[], T] | None = call
+        self.owner = OWNER.get()
 
     def cancel(self) -> bool:
         cancelled = super().cancel()
@@ -141,8 +147,10 @@ class LaneExecutor(Executor):
             self._trims += 1
             self._changed.notify_all()
 
-    def abandon(self, busy_for: float = 0.0) -> list[str]:
+    def abandon(self, busy_for: float = 0.0, *, owner: object = None) -> list[str]:
         """Write off threads whose call has run for `busy_for` seconds; returns their names.
+
+        With `owner` only those calls count that were submitted while `OWNER` was that object.
 
         Their callers get a `DrainTimeoutError` now, although the threads are still inside
         the calls; the lane has its full size again. Such a thread ends after its call.
@@ -151,9 +159,10 @@ class LaneExecutor(Executor):
         with self._changed:
             limit = time.monotonic() - busy_for
             for worker in list(self._workers.values()):
-                if worker.job is not None and worker.since <= limit:
+                job = worker.job
+                if job is not None and worker.since <= limit and owner in (None, job.owner):
                     del self._workers[worker.number]
-                    gone.append((f"{self.name}-{worker.number}", worker.job))
+                    gone.append((f"{self.name}-{worker.number}", job))
             self._staff()
         for name, job in gone:
             job.fail(DrainTimeoutError(f"thread {name} is stuck in a call: what the call uses is leaked"))

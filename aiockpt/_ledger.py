@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ._request import Request
-from .errors import BusyError, CheckpointError, PreviousSaveError, SaveErrors, StepError
+from .errors import BusyError, CheckpointError, PreviousSaveError, SaveErrors, StepError, UsageError
 from .pending import PendingSave
 
 log = logging.getLogger("aiockpt")
@@ -29,6 +29,8 @@ class Ledger:
         self.active: list[Request] = []
         """Begun and not done, oldest first."""
         self.failures: deque[CheckpointError] = deque(maxlen=KEPT)
+        self.never_awaited: list[int] = []
+        """Steps of calls that can no longer be awaited."""
         self._unreported: list[PendingSave] = []
 
     def refuse_if_busy(self, step: int) -> None:
@@ -79,6 +81,21 @@ class Ledger:
         for pending in taken:
             pending._reported = True
         return [p._error for p in taken if p._error is not None]
+
+    def raise_unreported(self) -> None:
+        """Raise what nobody was told of, now that the saver drains.
+
+        Raises:
+            CheckpointError: the one error there is, or `SaveErrors` of several.
+        """
+        errors = self.take_unreported()
+        if self.never_awaited:
+            steps, self.never_awaited = self.never_awaited, []
+            shown = ", ".join(map(str, steps))
+            message = f"save or stage of step {shown} was called and never awaited: nothing was written"
+            errors.append(UsageError(message, step=steps[0]))
+        if errors:
+            raise one_error(errors)
 
     def previous_error(self, pending: PendingSave) -> PreviousSaveError | None:
         """What the next accepted save has to raise, if an earlier one failed unseen."""

@@ -13,6 +13,7 @@ import warnings
 from typing import Any
 
 from . import _threads
+from ._cgroup import memory_left
 from ._door import translate
 from ._ledger import Ledger
 from ._memory import BlockPool, ByteBudget, budget_warning, default_budget
@@ -42,13 +43,19 @@ class Saving:
         self._places = places
         self._budget = budget
         self._pool = BlockPool(budget) if budget is not None else None
+        self._memory_left = 0
+
+    async def open(self) -> None:
+        """Look at what the default budget depends on."""
+        if self._pool is None:
+            self._memory_left = await _threads.offload(memory_left, lane=_threads.Lane.CONTROL)
 
     def pool_for(self, nbytes: int) -> BlockPool:
-        """The saver's blocks, made for the first state that comes."""
+        """The saver's blocks, made for the first state that comes: `nbytes` would hold all of it."""
         if self._pool is None:
-            self._budget = ByteBudget(default_budget(nbytes))
+            self._budget = ByteBudget(default_budget(nbytes, left=self._memory_left))
             self._pool = BlockPool(self._budget)
-            warning = budget_warning(self._budget.total, nbytes)
+            warning = budget_warning(nbytes, self._budget.total)
             if warning:
                 warnings.warn(warning, ResourceWarning, stacklevel=2)
         return self._pool
@@ -106,7 +113,7 @@ class Saving:
             request.step, overwrite=request.overwrite
         )
         plan = await writer.plan_captured(request.captured)
-        pool = self.pool_for(plan.nbytes)
+        pool = self.pool_for(plan.block_bytes)
         writer.use(pool, pool.budget.next_order())
         writer.on_staged = lambda: pending._reach(Phase.STAGED)
         pending._reach(Phase.PLANNED)
@@ -126,7 +133,7 @@ class Saving:
         # The save is over in any case, and its error says why.
         with contextlib.suppress(asyncio.CancelledError):
             await request.writer.abort()
-        request.captured.release()
+        request.drop()
 
     async def _retire(self, names: list[str]) -> None:
         """The step was written anew: take older generations away. Failing that is no failure."""
@@ -161,10 +168,16 @@ class Saving:
                 self._pool.close()
             _threads.trim()
 
+    def _abandon(self) -> list[str]:
+        if self._pool is not None:
+            # First: what the stuck threads use must never be granted again.
+            self._pool.write_off()
+        return _threads.abandon_busy(owner=self)
+
     async def _write_off(self, stuck: set[asyncio.Task[Any]], seconds: float) -> None:
         late = [request for request in self.ledger.active if request.task in stuck]
         files = ", ".join(file for request in late for file in request.writer.open_files()) or "none open"
-        threads = ", ".join(_threads.abandon(self)) or "none"
+        threads = ", ".join(self._abandon()) or "none"
         for request in late:
             request.pending._reported = True
             assert request.task is not None

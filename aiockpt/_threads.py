@@ -20,10 +20,10 @@ from typing import Any, TypeVar, TypeVarTuple
 
 import anyio
 
-from aiockpt._lanes import LaneExecutor
+from aiockpt._lanes import OWNER, LaneExecutor
 from aiockpt.errors import DrainTimeoutError
 
-__all__ = ["Lane", "LaneExecutor", "abandon_busy", "executor", "offload", "settle", "trim"]
+__all__ = ["OWNER", "Lane", "LaneExecutor", "abandon_busy", "executor", "offload", "settle", "trim"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -58,7 +58,7 @@ def trim() -> None:
         lane.trim()
 
 
-def abandon_busy(busy_for: float = 0.0) -> list[str]:
+def abandon_busy(busy_for: float = 0.0, *, owner: object = None) -> list[str]:
     """Write off the threads that have been in one call for `busy_for` seconds.
 
     For a drain that ran into its time limit: a thread stuck in the kernel cannot be
@@ -66,10 +66,14 @@ def abandon_busy(busy_for: float = 0.0) -> list[str]:
     cancelled or not. The thread goes on using what its call was given: see to it first
     that none of that is used again (`BlockPool.write_off`).
 
+    Args:
+        busy_for: seconds.
+        owner: only calls made while `OWNER` was this object; None for all.
+
     Returns:
         The names of these threads.
     """
-    return [name for lane in list(_lanes.values()) for name in lane.abandon(busy_for)]
+    return [name for lane in list(_lanes.values()) for name in lane.abandon(busy_for, owner=owner)]
 
 
 async def offload(

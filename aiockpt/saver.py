@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import warnings
 import weakref
 from collections.abc import Coroutine, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
 from . import _threads
 from ._calls import SaveCall, Staging
-from ._capture import capture
+from ._capture import Captured, capture
 from ._door import translate
-from ._ledger import one_error
+from ._exclusion import Exclusion
 from ._memory import ByteBudget
 from ._names import STEP_FORMAT, StepNames, new_save_id
+from ._owner import Owner
 from ._place import Places, as_step, open_run
 from ._request import Request, SaveOptions
 from ._saving import Saving
 from .catalog import Catalog
 from .checkpoint import Checkpoint
-from .errors import CheckpointError, UsageError
+from .errors import BusyError, CheckpointError, UsageError
 from .layouts import Layout
 from .pending import PendingSave, Phase
 from .storage import Store, open_store
@@ -92,26 +93,22 @@ class Saver:
         self._places = Places(self.store, self._names, self._catalog)
         shared = ByteBudget(budget) if isinstance(budget, int) else budget
         self._saving = Saving(self.store, self._places, max_pending, shared)
+        self._exclusion = Exclusion()
         self._calls: weakref.WeakSet[SaveCall[Any]] = weakref.WeakSet()
-        self._never_awaited: list[int] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._owner = (0, 0)
-        self._closed = False
+        self._owner = Owner()
 
     # Entering and leaving
 
     async def __aenter__(self) -> Self:
-        if self._loop is not None:
-            raise UsageError("a saver is entered once; make another one for another `async with`")
-        self._loop = asyncio.get_running_loop()
-        self._owner = (os.getpid(), threading.get_ident())
+        self._owner.enter()
         try:
             await self.store.prepare()
             self.run_id = await open_run(self.store, self._names, self._meta)
             await self.store.sweep()
             await self._places.refresh()
+            await self._saving.open()
         except BaseException as error:
-            self._closed = True
+            self._owner.closed = True
             if not isinstance(error, OSError) or isinstance(error, CheckpointError):
                 raise
             raise translate(error, "cannot open the run in", step=None) from error
@@ -144,10 +141,10 @@ class Saver:
             CheckpointError: a save failed and nobody had awaited it; several: `SaveErrors`.
             TimeoutError: the time is over; the saves go on.
         """
-        self._check_usable(closed_too=True)
+        self._owner.check(closed_too=True)
         async with asyncio.timeout(timeout):
             await self._saving.idle()
-        self._raise_unreported()
+        self._saving.ledger.raise_unreported()
 
     async def aclose(self) -> None:
         """Drain and close; any number of times.
@@ -160,15 +157,15 @@ class Saver:
                 its memory and descriptor are leaked on purpose.
             UsageError: a `save` or `stage` was never awaited.
         """
-        if self._loop is None or (self._closed and not self._saving.ledger.active):
-            self._closed = True
+        if self._owner.loop is None or (self._owner.closed and not self._saving.ledger.active):
+            self._owner.closed = True
             return
-        self._check_usable(closed_too=True)
-        self._closed = True
+        self._owner.check(closed_too=True)
+        self._owner.closed = True
         for call in list(self._calls):
             call.abandon()
         await _threads.settle(self._saving.drain(self._drain_timeout))
-        self._raise_unreported()
+        self._saving.ledger.raise_unreported()
 
     async def abort(self) -> None:
         """Cancel whatever is not committing yet, and close; cancelled saves raise no error here."""
@@ -177,18 +174,9 @@ class Saver:
                 request.pending._reported = True
         await self.aclose()
 
-    def _raise_unreported(self) -> None:
-        errors = self._saving.ledger.take_unreported()
-        if self._never_awaited:
-            steps, self._never_awaited = self._never_awaited, []
-            shown = ", ".join(map(str, steps))
-            message = f"save or stage of step {shown} was called and never awaited: nothing was written"
-            errors.append(UsageError(message, step=steps[0]))
-        if errors:
-            raise one_error(errors)
-
     def __del__(self) -> None:
-        if getattr(self, "_loop", None) is not None and not self._closed:
+        owner = getattr(self, "_owner", None)
+        if owner is not None and owner.open:
             steps = ", ".join(str(r.step) for r in self._saving.ledger.active) or "none"
             warnings.warn(
                 f"a saver of {self.store.url} was never closed (pending steps: {steps}); "
@@ -247,7 +235,7 @@ class Saver:
         """
         request = self._request(state, step, options)
         call = self._call("staging", request, lambda: self._stage(request))
-        return Staging(call, partial(self._begin, request), partial(self._leave, request))
+        return Staging(call, partial(self._start, request), partial(self._leave, request))
 
     def save_nowait(self, state: Any, *, step: int, **options: Unpack[SaveOptions]) -> PendingSave:
         """Copy the whole state now, on this thread, and return the handle.
@@ -258,11 +246,13 @@ class Saver:
         Raises:
             BusyError: too many saves are pending, or the budget does not hold the state.
         """
-        self._check_usable()
+        self._owner.check()
         self._saving.ledger.refuse_if_busy(as_step(step))
         request = self._request(state, step, options)
+        if request.held is None:
+            raise BusyError(f"step {step}: a thread is inside saver.mutating()", step=request.step)
         try:
-            request.writer.fill_now(request.captured, self._saving.pool_for(request.captured.table.total()))
+            request.writer.fill_now(request.captured, self._saving.pool_for)
         except BaseException:
             request.drop()
             raise
@@ -286,12 +276,21 @@ class Saver:
             CorruptCheckpointError: there are steps and none is valid, or `step` is damaged.
             StateMismatchError: it does not fit `into`; nothing was touched.
         """
-        self._check_usable()
+        self._owner.check()
         await self._saving.idle()
         checkpoint = await self._catalog.restore(into, step=step, **options)
         if checkpoint is not None and rewind:
             await self._places.rewind(checkpoint)
         return checkpoint
+
+    def mutating(self) -> AbstractContextManager[None]:
+        """`with saver.mutating():` around whatever changes the state in another thread.
+
+        The thread waits until no save reads the state; a save waits for the thread. On
+        the loop's own thread there is nothing to wait for: it raises `UsageError` while
+        a save still reads.
+        """
+        return self._exclusion.mutating(self._owner.thread)
 
     @property
     def pending(self) -> tuple[PendingSave, ...]:
@@ -306,10 +305,9 @@ class Saver:
     # Behind the verbs
 
     def _request(self, state: Any, step: int, options: SaveOptions) -> Request:
-        self._check_usable()
+        loop = self._owner.check()
         number = as_step(step)
-        assert self._loop is not None
-        pending = PendingSave(number, new_save_id(), self._loop)
+        pending = PendingSave(number, new_save_id(), loop)
         writer = CheckpointWriter(
             self.store,
             step=number,
@@ -322,14 +320,28 @@ class Saver:
             layout=self._layout,
             progress=pending.progress,
         )
-        captured = capture(state, step=number, allow_pickle=self._allow_pickle)
-        return Request(pending, writer, captured, options.get("overwrite", False))
+        request = Request(
+            pending, writer, options.get("overwrite", False), partial(self._capture, state, number)
+        )
+        if self._exclusion.try_read():
+            request.capture()
+        return request
+
+    def _capture(self, state: Any, step: int) -> Captured:
+        """Capture with the right to read, which ends when the state is let go."""
+        try:
+            captured = capture(state, step=step, allow_pickle=self._allow_pickle)
+        except BaseException:
+            self._exclusion.end_read()
+            raise
+        captured.on_release = self._exclusion.end_read
+        return captured
 
     def _call(self, name: str, request: Request, begin: Any) -> SaveCall[Any]:
         def drop(closed: bool) -> None:
             request.drop()
             if not closed:
-                self._never_awaited.append(request.step)
+                self._saving.ledger.never_awaited.append(request.step)
 
         call: SaveCall[Any] = SaveCall(request.step, name, begin, drop)
         self._calls.add(call)
@@ -337,7 +349,7 @@ class Saver:
 
     def _begin(self, request: Request) -> PendingSave:
         try:
-            self._check_usable()
+            self._owner.check()
             if self._on_overlap == "error":
                 self._saving.ledger.refuse_if_busy(request.step)
         except BaseException:
@@ -346,8 +358,14 @@ class Saver:
         return self._saving.begin(request)
 
     async def _stage(self, request: Request) -> PendingSave:
-        self._begin(request)
+        await self._start(request)
         return await self._staged(request)
+
+    async def _start(self, request: Request) -> PendingSave:
+        if request.held is None:  # a thread was inside `mutating()` at the call
+            await self._exclusion.read()
+            request.capture()
+        return self._begin(request)
 
     async def _staged(self, request: Request) -> PendingSave:
         await self._saving.own(request)
@@ -367,15 +385,3 @@ class Saver:
             await self._saving.withdraw(request)
         else:
             await self._staged(request)
-
-    def _check_usable(self, *, closed_too: bool = False) -> None:
-        if self._loop is None:
-            raise UsageError("enter the saver first: `async with Saver(...) as saver:`")
-        if self._closed and not closed_too:
-            raise UsageError("the saver is closed")
-        pid, thread = self._owner
-        if os.getpid() != pid:
-            raise UsageError("this saver belongs to the parent process; make another one in the child")
-        if threading.get_ident() != thread or asyncio._get_running_loop() is not self._loop:
-            message = "this saver belongs to another thread or event loop; use aiockpt.sync from there"
-            raise UsageError(message)

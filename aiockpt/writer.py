@@ -22,7 +22,7 @@ from ._commit import build_manifest, commit
 from ._door import translate
 from ._dtypes import NAME
 from ._manifest import FileRecord, PartRecord, ShardRecord, encode_part
-from ._memory import BlockPool, ByteBudget, default_budget
+from ._memory import BLOCK_BYTES, BlockPool, ByteBudget, default_budget
 from ._names import StepNames, new_save_id, part_name
 from ._pages import build_part
 from ._pipeline import Job, Pipeline, Progress
@@ -68,6 +68,8 @@ class SavePlan:
     """Bytes of tensor data; tied tensors count once."""
     files: tuple[tuple[str, int], ...]
     """(name, bytes) of the data files."""
+    block_bytes: int
+    """Bytes of host memory that would hold all of it at once, in whole blocks."""
 
 
 T = TypeVar("T")
@@ -197,22 +199,28 @@ class CheckpointWriter:
     def _describe_plan(self, table: TensorTable) -> SavePlan:
         nbytes = sum(shard.nbytes for shard in self._shards)
         self.progress.total = nbytes
-        return SavePlan(len(table), nbytes, tuple((shard.name, shard.size) for shard in self._shards))
+        files = tuple((shard.name, shard.size) for shard in self._shards)
+        # A block never holds parts of two files.
+        blocks = sum(-(-shard.nbytes // BLOCK_BYTES) for shard in self._shards)
+        return SavePlan(len(table), nbytes, files, blocks * BLOCK_BYTES)
 
     def use(self, pool: BlockPool, order: int) -> None:
         """Take blocks from `pool`; saves with smaller `order` get theirs first."""
         self._pool, self._order = pool, order
 
-    def fill_now(self, captured: Captured, pool: BlockPool) -> None:
+    def fill_now(self, captured: Captured, pool_for: Callable[[int], BlockPool]) -> None:
         """Plan and copy everything on this thread, now; the state may change afterwards.
+
+        Args:
+            captured: the state.
+            pool_for: gives the pool, told how many bytes of whole blocks are needed.
 
         Raises:
             BusyError: the pool has not enough free blocks; nothing was kept.
         """
         self._captured = captured
         self._shards = self._lay_out(captured.table)
-        self._describe_plan(captured.table)
-        self._pool = pool
+        pool = self._pool = pool_for(self._describe_plan(captured.table).block_bytes)
         for plan in plan_blocks(captured.table, self._shards, pool.block_bytes):
             block = pool.acquire_nowait(pool.budget.next_order())
             if block is None:
@@ -251,7 +259,9 @@ class CheckpointWriter:
         """
         captured = self._planned()
         if self._task is None:
-            self._pool = self._pool or BlockPool(ByteBudget(default_budget(self.progress.total)))
+            if self._pool is None:
+                needed = self._describe_plan(captured.table).block_bytes
+                self._pool = BlockPool(ByteBudget(await offload(default_budget, needed, lane=Lane.CONTROL)))
             self._attempt = await self._guard(self.store.begin(self.name, self.save_id), "cannot begin")
             filled, self._filled = self._filled, []
             self._pipeline = Pipeline(
