@@ -23,7 +23,7 @@ from ._owner import Owner
 from ._place import Places, as_step, open_run
 from ._request import Request, SaveOptions
 from ._saving import Saving
-from .catalog import Catalog
+from .catalog import Catalog, LoadOptions
 from .checkpoint import Checkpoint
 from .errors import BusyError, CheckpointError, UsageError
 from .layouts import Layout
@@ -233,9 +233,7 @@ class Saver:
         optimizers that would are stopped. Leaving waits for `staged`. If the body raises
         before that, the save is cancelled.
         """
-        request = self._request(state, step, options)
-        call = self._call("staging", request, lambda: self._stage(request))
-        return Staging(call, partial(self._start, request), partial(self._leave, request))
+        return self._staging(self._request(state, step, options))
 
     def save_nowait(self, state: Any, *, step: int, **options: Unpack[SaveOptions]) -> PendingSave:
         """Copy the whole state now, on this thread, and return the handle.
@@ -248,18 +246,15 @@ class Saver:
         """
         self._owner.check()
         self._saving.ledger.refuse_if_busy(as_step(step))
-        request = self._request(state, step, options)
-        if request.held is None:
-            raise BusyError(f"step {step}: a thread is inside saver.mutating()", step=request.step)
-        try:
-            request.writer.fill_now(request.captured, self._saving.pool_for)
-        except BaseException:
-            request.drop()
-            raise
-        return self._begin(request)
+        return self._copy_now(self._request(state, step, options))
 
     async def restore(
-        self, into: Any = None, *, step: int | None = None, rewind: bool = False, **options: Any
+        self,
+        into: Any = None,
+        *,
+        step: int | None = None,
+        rewind: bool = False,
+        **options: Unpack[LoadOptions],
     ) -> Checkpoint | None:
         """Load the newest valid checkpoint, or the one of `step`.
 
@@ -365,6 +360,22 @@ class Saver:
         if request.held is None:  # a thread was inside `mutating()` at the call
             await self._exclusion.read()
             request.capture()
+        return self._begin(request)
+
+    def _staging(self, request: Request) -> Staging:
+        call = self._call("staging", request, lambda: self._stage(request))
+        return Staging(call, partial(self._start, request), partial(self._leave, request))
+
+    def _copy_now(self, request: Request) -> PendingSave:
+        try:
+            if request.held is None:
+                raise BusyError(
+                    f"step {request.step}: a thread is inside saver.mutating()", step=request.step
+                )
+            request.writer.fill_now(request.captured, self._saving.pool_for)
+        except BaseException:
+            request.drop()
+            raise
         return self._begin(request)
 
     async def _staged(self, request: Request) -> PendingSave:
