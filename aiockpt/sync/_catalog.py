@@ -1,0 +1,73 @@
+"""Catalog and the short forms, for code that is not async."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+from .. import catalog
+from ._bridge import Bridge
+from ._door import Door, blocking, like, once
+
+__all__ = ["Catalog", "latest", "load"]
+
+
+class Catalog(Door[catalog.Catalog]):
+    """The checkpoints of one run: `aiockpt.Catalog` with methods that block.
+
+    A context manager; entering it is not required. Several threads may use it at once.
+
+    Args:
+        run: the run's folder or URL, or a store.
+        **options: see `aiockpt.Catalog`.
+
+    Raises:
+        UsageError: an option is wrong.
+    """
+
+    what = "catalog"
+
+    @like(catalog.Catalog.__init__)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(catalog.Catalog(*args, **options))
+
+    steps = blocking(catalog.Catalog.steps)
+    checkpoints = blocking(catalog.Catalog.checkpoints)
+    latest = blocking(catalog.Catalog.latest)
+    get = blocking(catalog.Catalog.get)
+    load = blocking(catalog.Catalog.load)
+    restore = blocking(catalog.Catalog.restore)
+    verify = blocking(catalog.Catalog.verify)
+    read_file = blocking(catalog.Catalog.read_file)
+
+    def __enter__(self) -> Self:
+        self._open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the store, if it was opened here, and end the thread; any number of times."""
+        bridge, closed, self._closed = self._bridge, self._closed, True
+        if bridge is None or closed:
+            return
+        bridge.check()
+        try:
+            bridge.run(self._inner.aclose, patient=True, gone=lambda: None)
+        finally:
+            bridge.close()
+
+    def __del__(self) -> None:
+        bridge: Bridge | None = getattr(self, "_bridge", None)
+        if bridge is not None and not self._closed:
+            bridge.wind_down(self._inner.aclose)
+
+    def _make_bridge(self) -> Bridge:
+        return Bridge(self.what)
+
+
+latest = once(catalog.latest)
+load = once(catalog.load)
