@@ -130,6 +130,16 @@ async def sweep(path: str) -> None:
     say(await LocalStore(path).sweep())
 
 
+async def sweep_on(path: str) -> None:
+    """Sweep again and again until somebody puts an end to it; then say how often and what went."""
+    store = LocalStore(path)
+    swept: list[str] = []
+    say("ready")
+    while os.path.exists(path) and not os.path.exists(f"{path}/enough"):  # nothing else runs in this process
+        swept += await store.sweep()
+    say(swept)
+
+
 def command(*args: object) -> list[str]:
     """The command line of a child."""
     return [sys.executable, "-m", "tests.store_child", *map(str, args)]
@@ -144,9 +154,8 @@ def start(*args: object) -> subprocess.Popen[str]:
 
 def main() -> None:
     """Run one command."""
-    commands = {
-        f.__name__.replace("_", "-"): f for f in (die_in_files, die_in_store, race, hold, fork, sweep)
-    }
+    todo = (die_in_files, die_in_store, race, hold, fork, sweep, sweep_on)
+    commands = {f.__name__.replace("_", "-"): f for f in todo}
     run: Callable[..., Coroutine[Any, Any, None]] = commands[sys.argv[1]]
     asyncio.run(run(*sys.argv[2:]))
 

@@ -6,7 +6,7 @@ Everything this library leaves in a run beside steps and keys has one form of na
     .<name>.<save id>           an attempt's folder
     .<name>.<save id>.lock      its lock file; held as long as its writer lives
     .<name>.<hex>.retired       a step that was moved aside in order to be removed
-    .put.<hex>.tmp              a small file on its way to its name
+    .put.<hex>.tmp              a small file on its way to its name, with a lock as well
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable
 from typing import TypeVar
 
-from .._files import FileSystem
+from .._files import FileSystem, Lock
 from . import MANIFEST
 
 __all__ = ["RunFolder", "failure"]
@@ -29,8 +29,10 @@ __all__ = ["RunFolder", "failure"]
 T = TypeVar("T")
 logger = logging.getLogger("aiockpt.storage")
 
-LITTER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}(?P<ending>|\.lock|\.retired|\.tmp)", re.DOTALL)
+LITTER = re.compile(r"\.(?P<name>.+)\.(?P<id>[0-9a-f]{32})(?P<ending>|\.lock|\.retired|\.tmp)", re.DOTALL)
 TRIES = 5
+LOCK_TRIES = 50
+LOCK_PAUSE = 0.02
 NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 
 
@@ -106,30 +108,37 @@ class RunFolder:
         """Read a small file that others may be replacing."""
         return patiently(lambda name: self.files.read(name, limit), path)
 
+    def hold(self, path: str, *, unless: str) -> Lock:
+        """Take a new lock file; FileExistsError where `unless` is there already."""
+        for _ in range(LOCK_TRIES):
+            lock = self.files.lock(path)
+            if lock is not None:
+                return lock
+            if self.files.exists(unless):
+                raise failure(errno.EEXIST, unless)
+            time.sleep(LOCK_PAUSE)  # a sweep just found the new file and is looking at it
+        raise failure(errno.EAGAIN, path)
+
     def put(self, path: str, data: bytes, *, if_absent: bool) -> None:
         """Write a small file under its name in one step."""
-        for tries in range(TRIES):
-            try:
-                self._put(path, data, if_absent=if_absent)
-                return
-            except FileNotFoundError:
-                # The folder is missing, or a sweep of another process took the temporary
-                # file for litter: it cannot know better, but we can simply try again.
-                if tries == TRIES - 1:
-                    raise
-                self.make_folder(os.path.dirname(path))
-
-    def _put(self, path: str, data: bytes, *, if_absent: bool) -> None:
         folder = os.path.dirname(path)
         self._put_into.add(folder)
-        temporary = f"{folder}/.put.{uuid.uuid4().hex}.tmp"
+        base = f"{folder}/.put.{uuid.uuid4().hex}"
+        temporary, lock_path = f"{base}.tmp", f"{base}.lock"
+        try:
+            lock = self.hold(lock_path, unless=temporary)
+        except FileNotFoundError:
+            self.make_folder(folder)
+            lock = self.hold(lock_path, unless=temporary)
         try:
             self.files.create(temporary, data)
             place = self._place_new if if_absent else self._place
             place(temporary, path, data)
         finally:
             with contextlib.suppress(OSError):
-                self.files.unlink(temporary)
+                self.unlink(temporary)
+                self.unlink(lock_path)
+            lock.release()
         self.files.sync_dir(folder)
 
     def _place(self, temporary: str, path: str, data: bytes) -> None:
@@ -221,35 +230,33 @@ class RunFolder:
         return sorted(swept)
 
     def _sweep(self, folder: str) -> set[str]:
-        attempts: dict[str, str] = {}
+        locked: dict[str, str] = {}
         for entry, is_folder, _ in self.scan(folder):
             match = LITTER.fullmatch(entry)
             if match is None or is_folder != (match["ending"] in ("", ".retired")):
                 continue
-            if match["ending"] == ".tmp":
-                self._attempt_to(self.unlink, f"{folder}/{entry}")
-            elif folder != self.path:
-                continue  # a user's: attempts and steps are only in the run itself
-            elif match["ending"] == ".retired":
+            if folder != self.path and match["name"] != "put":
+                continue  # a user's: attempts and retired steps are only in the run itself
+            if match["ending"] == ".retired":
                 self._attempt_to(self.remove_tree, f"{folder}/{entry}")
             else:
-                attempts[entry.removesuffix(".lock")] = match["name"]
-        return {
-            n for base, n in attempts.items() if self._attempt_to(self._sweep_attempt, f"{folder}/{base}")
-        }
+                locked[entry[: match.end("id")]] = match["name"]
+        return {n for base, n in locked.items() if self._attempt_to(self._sweep_locked, f"{folder}/{base}")}
 
-    def _sweep_attempt(self, path: str) -> bool:
-        """Remove an attempt unless its lock is held; whether there was one to remove."""
-        lock = self.files.lock(f"{path}.lock")
+    def _sweep_locked(self, base: str) -> bool:
+        """Remove an attempt or a put unless its lock is held; whether there was an attempt."""
+        lock = self.files.lock(f"{base}.lock")
         if lock is None:
             return False
         try:
-            found = self.is_folder(path)
-            self.remove_tree(path)
+            is_attempt = os.path.dirname(base) == self.path and self.is_folder(base)
+            if is_attempt:
+                self.remove_tree(base)
+            self.unlink(f"{base}.tmp")
             self.unlink(lock.path)
         finally:
             lock.release()
-        return found
+        return is_attempt
 
     def _attempt_to(self, act: Callable[[str], T], path: str) -> T | None:
         """Do something to litter; a failure is for the log, and for the next sweep."""

@@ -22,7 +22,9 @@ left out, since then somebody else made the run's folder and is to see to it. Mo
 follow the umask.
 
 A lock is a POSIX record lock: the kernel frees it when its process dies, even while
-forked children live on, and an inherited `Attempt` is inert in a forked child.
+forked children live on, and an inherited `Attempt` is inert in a forked child. It is
+freed, too, when any code of its process opens and closes the lock file: whoever copies
+a run out of the process that writes it must leave out names that begin with a dot.
 """
 
 from __future__ import annotations
@@ -31,7 +33,6 @@ import builtins
 import contextlib
 import errno
 import os
-import time
 import weakref
 from collections.abc import Sequence
 from urllib.parse import unquote
@@ -56,8 +57,6 @@ __all__ = ["LocalStore", "open_url"]
 
 TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR})
 """What a rename says when something has the name."""
-LOCK_TRIES = 50
-LOCK_PAUSE = 0.02
 
 
 def open_url(url: str) -> LocalStore:
@@ -185,10 +184,10 @@ class _LocalAttempt:
     def start(self) -> None:
         """Take the lock, then make the folder: a folder without a held lock is litter."""
         try:
-            lock = self._take_lock()
+            lock = self._run.hold(self._lock_path, unless=self.folder)
         except FileNotFoundError:
             self._run.prepare()  # somebody removed the whole run since
-            lock = self._take_lock()
+            lock = self._run.hold(self._lock_path, unless=self.folder)
         self._lock = lock
         try:
             self._run.files.mkdir(self.folder)
@@ -201,16 +200,6 @@ class _LocalAttempt:
             raise
         # An attempt that its owner lost counts as given up: its lock goes with the object.
         weakref.finalize(self, lock.release).atexit = False
-
-    def _take_lock(self) -> Lock:
-        for _ in range(LOCK_TRIES):
-            lock = self._run.files.lock(self._lock_path)
-            if lock is not None:
-                return lock
-            if self._run.files.exists(self.folder):
-                raise failure(errno.EEXIST, self.folder)
-            time.sleep(LOCK_PAUSE)  # a sweep just found the new lock file and is looking at it
-        raise failure(errno.EAGAIN, self._lock_path)
 
     def _put(self, path: str, data: bytes) -> None:
         try:

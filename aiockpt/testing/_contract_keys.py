@@ -28,7 +28,8 @@ class KeyContract:
     def raw_files(self, store: Store) -> Mapping[str, bytes]:
         """Look around the store: every key and its bytes (blocking is fine).
 
-        Where empty folders can exist they are listed as their key and a slash.
+        Where empty folders can exist they are listed as their key and a slash. Do not
+        open what the store keeps locked.
         """
         raise NotImplementedError
 

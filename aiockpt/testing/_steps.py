@@ -78,12 +78,15 @@ async def exists(store: Store, name: str) -> bool:
 
 
 def raw_tree(path: Path) -> dict[str, bytes]:
-    """Every file under a folder by key; a folder without files as its key and a slash."""
+    """Every file under a folder by key; a folder without files as its key and a slash.
+
+    Empty files are not opened: closing one that is locked by this process would free it.
+    """
     found: dict[str, bytes] = {}
     for item in sorted(path.rglob("*")):
         key = item.relative_to(path).as_posix()
         if item.is_file():
-            found[key] = item.read_bytes()
+            found[key] = item.read_bytes() if item.stat().st_size else b""
         elif not any(item.iterdir()):
             found[f"{key}/"] = b""
     return found
