@@ -32,6 +32,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.empty(1, dtype=torch.complex32)
     torch.eye(2).to_sparse_csr()
+    torch.nested.nested_tensor([torch.ones(2)])
+    torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
 
 
 class Colour(enum.Enum):

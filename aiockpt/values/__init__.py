@@ -224,7 +224,8 @@ def restore(tag: str, meta: Json, children: Children, ctx: Decoding) -> object:
         return codec.rebuild(meta, children, ctx)
     except Absent as absent:
         return Record(str(absent), children, tag, meta)
-    except CheckpointError:
+    except (CheckpointError, Warning):
+        # A warning is an error only where the user said so: the checkpoint is sound.
         raise
     except Exception as error:
         # Whatever a damaged meta makes a constructor say, the caller hears one thing.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import uuid
 import zoneinfo
 from datetime import date, datetime, time, timedelta, timezone, tzinfo
@@ -31,6 +32,9 @@ from . import (
 _PATHS: Final[dict[str, Any]] = {
     kind.__name__: kind for kind in (PosixPath, WindowsPath, PurePosixPath, PureWindowsPath)
 }
+
+
+_ZONE: Final = re.compile(r"[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+)*\Z")
 
 
 class _Path(Codec):
@@ -76,13 +80,16 @@ class _ZoneInfo(Codec):
     types = (zoneinfo.ZoneInfo,)
 
     def explode(self, value: Any, ctx: Encoding) -> Exploded:
-        if value.key is None:
-            raise Unsupported("a ZoneInfo without a key")
+        if value.key is None or not _ZONE.match(value.key):
+            raise Unsupported("a ZoneInfo without a usual key")
         return value.key, []
 
     def rebuild(self, meta: Json, children: Children, ctx: Decoding) -> object:
+        # The name becomes part of a file's and a package's name.
+        if not isinstance(meta, str) or not _ZONE.match(meta):
+            raise ValueError("not the name of a time zone")
         try:
-            return zoneinfo.ZoneInfo(str(meta))
+            return zoneinfo.ZoneInfo(meta)
         except (zoneinfo.ZoneInfoNotFoundError, OSError) as error:
             raise Absent(f"zoneinfo:{meta}") from error
 
