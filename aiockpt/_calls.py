@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
+from .errors import UsageError
 from .pending import PendingSave
 
 __all__ = ["SaveCall", "Staging"]
@@ -51,10 +52,12 @@ class SaveCall(Coroutine[Any, Any, T_co]):
         """Count as awaited from now on.
 
         Raises:
-            RuntimeError: it was closed before.
+            UsageError: it was entered or closed before, or its saver is closed.
         """
         if self._taken and self._running is None:
-            raise RuntimeError(f"saver.{self.name}(step={self.step}) was closed, or entered, before")
+            name = f"saver.{self.name}(..., step={self.step})"
+            message = f"{name} was entered or closed before, or its saver is closed"
+            raise UsageError(message, step=self.step)
         self._taken = True
 
     def _coroutine(self) -> Coroutine[Any, Any, T_co]:

@@ -27,7 +27,7 @@ Source = torch.Tensor | Callable[[], torch.Tensor]
 """Where a row's bytes come from: a tensor, or something that makes it when it is needed."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Captured:
     """A state at one instant, as far as it had to be copied."""
 

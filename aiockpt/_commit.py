@@ -17,9 +17,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ._manifest import FORMAT, ItemRecord, Manifest, PartRecord, encode_manifest
-from .errors import SaveError
-from .storage import Attempt
+from ._manifest import FORMAT, MANIFEST, ItemRecord, Manifest, PartRecord, encode_manifest
+from .errors import CommitUnknownError, DrainTimeoutError, SaveError
+from .storage import Attempt, Store
 
 WRITER = "aiockpt"
 
@@ -80,11 +80,37 @@ def merge_items(parts: Sequence[PartRecord]) -> list[ItemRecord]:
     return list(merged.values())
 
 
-async def commit(attempt: Attempt, manifest: Manifest) -> None:
+async def commit(store: Store, attempt: Attempt, manifest: Manifest) -> None:
     """Make it a checkpoint.
 
     Raises:
         FileExistsError: the name is taken by another save; ours is not visible.
         OSError: the store failed; ours is not visible.
+        CommitUnknownError: the store failed, and ours is visible, or nobody can tell.
     """
-    await attempt.commit(encode_manifest(manifest))
+    data = encode_manifest(manifest)
+    try:
+        await attempt.commit(data)
+    except (FileExistsError, DrainTimeoutError):
+        raise
+    except OSError as error:
+        found = await _found(store, f"{attempt.name}/{MANIFEST}", data)
+        if found is False:
+            raise
+        what = "is visible" if found else "may be visible"
+        message = (
+            f"the commit of step {manifest.step} failed ({error}), but the step {what}: "
+            "a crash of the machine may still take it away"
+        )
+        step, save_id = manifest.step, manifest.save_id
+        raise CommitUnknownError(message, step=step, file=attempt.name, save_id=save_id) from error
+
+
+async def _found(store: Store, key: str, data: bytes) -> bool | None:
+    """Whether the manifest is there and ours; None when the store does not say."""
+    try:
+        return await store.get(key) == data
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from .errors import CheckpointError, SaveError, StepExistsError, StorageError
+from .errors import CheckpointError, DrainTimeoutError, SaveError, StepExistsError, StorageError
 
 
 def translate(
@@ -36,6 +36,13 @@ def translate(
         ours = SaveError(message, step=step, save_id=save_id)
     ours.__cause__ = error
     return ours
+
+
+def is_stuck(error: BaseException | None) -> bool:
+    """Whether a thread was written off: it may still be inside its call."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(is_stuck(e) for e in error.exceptions)
+    return isinstance(error, DrainTimeoutError)
 
 
 def first(group: BaseExceptionGroup[BaseException]) -> BaseException:

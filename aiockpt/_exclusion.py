@@ -54,29 +54,32 @@ class Exclusion:
                 self._let_readers_in()
 
     def try_read(self) -> bool:
-        """Begin to read unless a thread mutates."""
+        """Begin to read unless a thread mutates, or an earlier save waits for one."""
         with self._changed:
-            if self._mutators:
+            if self._mutators or self._waiting:
                 return False
             self._reading += 1
             return True
 
     async def read(self) -> None:
-        """Begin to read as soon as no thread mutates."""
-        while not self.try_read():
-            loop = asyncio.get_running_loop()
-            entry = (loop, loop.create_future())
+        """Begin to read as soon as no thread mutates; in the order of the calls."""
+        if self.try_read():
+            return
+        loop = asyncio.get_running_loop()
+        entry = (loop, loop.create_future())
+        with self._changed:
+            self._waiting.append(entry)
+            self._let_readers_in()  # the thread may have left since
+        read = 0
+        try:
+            await entry[1]
+            read = 1
+        finally:
+            # At once: in between, a thread that waits to mutate could slip in.
             with self._changed:
-                if not self._mutators:
-                    continue
-                self._waiting.append(entry)
-            try:
-                await entry[1]
-            finally:
-                with self._changed:
-                    if entry in self._waiting:
-                        self._waiting.remove(entry)
-                    self._changed.notify_all()
+                self._waiting.remove(entry)
+                self._reading += read
+                self._changed.notify_all()
 
     def end_read(self) -> None:
         """The state is no longer read."""

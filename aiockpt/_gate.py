@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -60,28 +60,30 @@ def storage_of(tensor: Any) -> int:
 class _Gate:
     """Who holds the gate; the hook is registered while anybody does."""
 
-    _lock = threading.Lock()
-    _holds: tuple[Hold, ...] = ()
+    # Reentrant, and single dict operations: a collection inside may drop a call that was never awaited.
+    _lock = threading.RLock()
+    _holds: ClassVar[dict[int, Hold]] = {}
     _handle: Any = None
 
     @classmethod
     def enter(cls, hold: Hold) -> None:
         with cls._lock:
-            cls._holds = (*cls._holds, hold)
+            cls._holds[id(hold)] = hold
             if cls._handle is None:
                 cls._handle = register_optimizer_step_pre_hook(_before_step)
 
     @classmethod
     def leave(cls, hold: Hold) -> None:
         with cls._lock:
-            cls._holds = tuple(h for h in cls._holds if h is not hold)
+            cls._holds.pop(id(hold), None)
             if not cls._holds and cls._handle is not None:
                 cls._handle.remove()
                 cls._handle = None
 
     @classmethod
-    def holds(cls) -> tuple[Hold, ...]:
-        return cls._holds
+    def holds(cls) -> list[Hold]:
+        with cls._lock:
+            return list(cls._holds.values())
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -7,12 +7,21 @@ next opportunity, exactly once.
 
 from __future__ import annotations
 
+import bisect
 import logging
 from collections import deque
 from collections.abc import Sequence
 
 from ._request import Request
-from .errors import BusyError, CheckpointError, PreviousSaveError, SaveErrors, StepError, UsageError
+from .errors import (
+    BusyError,
+    CheckpointError,
+    PreviousSaveError,
+    SaveCancelledError,
+    SaveErrors,
+    StepError,
+    UsageError,
+)
 from .pending import PendingSave
 
 log = logging.getLogger("aiockpt")
@@ -44,18 +53,24 @@ class Ledger:
             message = f"step {step}: {len(self.active)} save(s) are pending already (step {steps})"
             raise BusyError(message, step=step)
 
+    def begin(self, request: Request) -> None:
+        """Enter a save, in the order of the calls (tasks may begin them in another one)."""
+        bisect.insort(self.active, request, key=lambda r: r.number)
+
     async def admit(self, request: Request) -> None:
-        """Wait until fewer than `max_pending` older saves are under way.
+        """Wait until fewer than `max_pending` older saves are under way, none of the same step.
 
         Raises:
-            StepError: one of those still under way is not of an older step.
+            StepError: one of those still under way is of a later step.
         """
         while (at := self.active.index(request)) >= self.max_pending:
             await self.active[at - self.max_pending].pending._ended.wait()
         for older in self.active[:at]:
-            if older.step >= request.step:
+            if older.step > request.step:
                 message = f"step {request.step} is not above step {older.step}, which is being saved"
                 raise StepError(message, step=request.step)
+        for older in [r for r in self.active[:at] if r.step == request.step]:
+            await older.pending._ended.wait()  # whether it commits decides what becomes of this one
 
     async def turn(self, request: Request) -> None:
         """Wait until every older save has committed or failed."""
@@ -64,11 +79,16 @@ class Ledger:
 
     def end(self, request: Request, error: CheckpointError | None) -> None:
         """A save is done; with an error, tell its waiters, or log it when there are none."""
-        self.active.remove(request)
-        if error is None:
-            return
         pending = request.pending
-        self.failures.append(error)
+        self.active.remove(request)
+        if error is not None:
+            self._fail(pending, error)
+        # Last, and with the entry gone: those who wait for it look into `active` again.
+        pending._end()
+
+    def _fail(self, pending: PendingSave, error: CheckpointError) -> None:
+        if not (pending._reported and isinstance(error, SaveCancelledError)):  # else it was wanted
+            self.failures.append(error)
         # Also when somebody waits: that waiter may be cancelled before it is told.
         self._unreported = [p for p in self._unreported if not p._reported] + [pending]
         if not pending._fail(error) and not pending._reported:
@@ -82,13 +102,22 @@ class Ledger:
             pending._reported = True
         return [p._error for p in taken if p._error is not None]
 
-    def raise_unreported(self) -> None:
+    def still_pending(self, seconds: float | None) -> str:
+        """What to say when a drain has lasted `seconds`."""
+        steps = ", ".join(str(request.step) for request in self.active)
+        return f"the save of step {steps} did not end within {seconds:g} s; it goes on"
+
+    def raise_unreported(self, first: CheckpointError | None = None) -> None:
         """Raise what nobody was told of, now that the saver drains.
+
+        Args:
+            first: an error of the drain itself.
 
         Raises:
             CheckpointError: the one error there is, or `SaveErrors` of several.
         """
-        errors = self.take_unreported()
+        errors = [first] if first is not None else []
+        errors += self.take_unreported()
         if self.never_awaited:
             steps, self.never_awaited = self.never_awaited, []
             shown = ", ".join(map(str, steps))
@@ -110,6 +139,15 @@ class Ledger:
         error = PreviousSaveError(message, step=errors[0].step, pending=pending)
         error.__cause__ = one_error(errors)
         return error
+
+
+def add_notes(to: BaseException, errors: Sequence[BaseException]) -> None:
+    """Tell what happened to saves on an exception that goes first."""
+    for error in errors:
+        if isinstance(error, SaveErrors):
+            add_notes(to, error.exceptions)
+        else:
+            to.add_note(f"While the saver was closed: {type(error).__name__}: {error}")
 
 
 def one_error(errors: Sequence[CheckpointError]) -> CheckpointError:

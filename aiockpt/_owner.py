@@ -20,8 +20,8 @@ class Owner:
 
     @property
     def open(self) -> bool:
-        """Entered, and not closed."""
-        return self.loop is not None and not self.closed
+        """Entered in this process, and not closed."""
+        return self.loop is not None and not self.closed and os.getpid() == self._pid
 
     def enter(self) -> None:
         """Belong to the running loop and its thread from now on.

@@ -13,6 +13,7 @@ for, cancelled or not, before its block goes back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from ._plan import BlockPlan, ShardPlan, plan_blocks
 from ._stage import fill_block
 from ._table import TensorTable
 from ._threads import Lane, offload, settle
+from .errors import DrainTimeoutError
 from .storage import Attempt, Sink
 
 WRITERS: Final = 2
@@ -67,6 +69,35 @@ class _File:
 
 
 Job = tuple[BlockPlan, Block, int]
+"""A filled block, and how many bytes of it are to be written."""
+
+
+def fill_all(
+    plans: Sequence[BlockPlan], table: TensorTable, sources: Sequence[Source | None], pool: BlockPool
+) -> list[Job] | None:
+    """Copy everything on this thread, now; None if the pool has not enough free blocks."""
+    jobs: list[Job] = []
+    order = pool.budget.next_order()
+    try:
+        for plan in plans:
+            block = pool.acquire_nowait(order)
+            if block is None:
+                break
+            jobs.append((plan, block, 0))
+            jobs[-1] = (plan, block, fill_block(block.tensor, plan, table, sources))
+        else:
+            return jobs
+    except BaseException:
+        release_all(jobs, pool)
+        raise
+    release_all(jobs, pool)
+    return None
+
+
+def release_all(jobs: list[Job], pool: BlockPool) -> None:
+    """Give back blocks that nobody will write."""
+    while jobs:
+        pool.release(jobs.pop()[1])
 
 
 class Pipeline:
@@ -95,7 +126,7 @@ class Pipeline:
         order: int,
         progress: Progress,
         staged: Callable[[], None],
-        filled: Sequence[Job] = (),
+        filled: Sequence[Job] | None = None,
     ) -> None:
         self._attempt = attempt
         self._table = table
@@ -107,8 +138,8 @@ class Pipeline:
         self._staged = staged
         self._files = [_File(shard) for shard in shards]
         self._queue: asyncio.Queue[Job | None] = asyncio.Queue()
-        self._filled = bool(filled)
-        for job in filled:
+        self._filled = filled is not None
+        for job in filled or ():
             self._queue.put_nowait(job)
             progress.staged += job[0].nbytes
 
@@ -203,17 +234,23 @@ class Pipeline:
 
     async def _clean_up(self) -> None:
         """Give back what a failure left: queued blocks, open files."""
+        self.drop_queue()
+        await settle(self._discard_all())
+
+    def drop_queue(self) -> None:
+        """Give back the blocks that nobody will write."""
         while not self._queue.empty():
             job = self._queue.get_nowait()
             if job is not None:
                 self._pool.release(job[1])
-        await settle(self._discard_all())
 
     async def _discard_all(self) -> None:
         for file in self._files:
-            if file.sink is not None:
-                await file.sink.discard()
-                file.sink = None
+            sink, file.sink = file.sink, None
+            if sink is not None:
+                # A file whose thread is stuck must not keep the others open.
+                with contextlib.suppress(DrainTimeoutError):
+                    await sink.discard()
 
 
 def _aligned(header: bytes) -> tuple[mmap.mmap, str]:

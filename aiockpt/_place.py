@@ -34,6 +34,18 @@ def as_step(step: Any) -> int:
     return number
 
 
+def as_json(value: Any, what: str) -> Any:
+    """A copy of plain JSON.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"{what} must be plain JSON: {error}") from error
+
+
 async def open_run(store: Store, names: StepNames, meta: Any) -> str:
     """The run's id: read from `run.json`, or made now and kept from then on.
 
@@ -102,7 +114,7 @@ class Places:
             StepExistsError: the step is committed and `overwrite` was not said.
             StepError: the step is not above the newest committed one.
         """
-        generations = await self._generations(step)
+        generations, folders = await self._generations(step)
         if step <= self.newest or generations:
             exists = await self._exists(step)
             if exists and not overwrite:
@@ -121,28 +133,31 @@ class Places:
         name = self._names.folder(step, generation)
         if name in RESERVED:
             raise StepError(f"step {step} would be called {name!r}, which the run needs itself", step=step)
-        return name, generation, [self._names.folder(step, g) for g in generations]
+        # Without `overwrite` they are damaged ones: evidence, which nobody asked us to remove.
+        return name, generation, folders if overwrite else []
 
     async def rewind(self, checkpoint: Checkpoint) -> None:
         """Retire every committed step above the checkpoint's, newest first."""
         for step in sorted(await self._catalog.steps(), reverse=True):
             if step > checkpoint.step:
-                for generation in reversed(await self._generations(step)):
-                    await self._store.retire(self._names.folder(step, generation))
+                for folder in reversed((await self._generations(step))[1]):
+                    await self._store.retire(folder)
         self.newest = checkpoint.step
 
-    async def _generations(self, step: int) -> list[int]:
-        """Generations of the step that have a folder, valid or not."""
-        found = []
+    async def _generations(self, step: int) -> tuple[list[int], list[str]]:
+        """Generations of the step whose name is taken, valid or not; their folders, oldest first."""
+        found: list[int] = []
+        folders: list[tuple[int, str]] = []
         for entry in await self._store.list():
             parsed = self._names.parse(entry.name)
             if parsed is None:
                 continue
             if parsed[0] == step:
                 found.append(parsed[1])
+                folders += [(parsed[1], entry.name)] if entry.is_folder else []
             elif entry.is_folder and parsed[0] > self.newest and await self._exists(parsed[0]):
                 self.newest = parsed[0]
-        return sorted(found)
+        return sorted(found), [name for _, name in sorted(folders)]
 
     async def _exists(self, step: int) -> bool:
         try:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import numbers
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from . import _tree
-from ._dtypes import NAME
 from ._manifest import MANIFEST, FileRecord, ItemRecord, Manifest, digest, is_plain_name
 from ._table import TensorTable
 from .checkpoint import Checkpoint
@@ -20,22 +17,6 @@ from .storage import Attempt
 
 UserFile = bytes | str | os.PathLike[str]
 """Content as bytes or text, or the path of a file to copy."""
-
-
-class TensorItem(Protocol):
-    """What `CheckpointWriter.plan` needs to know of a tensor before it exists."""
-
-    @property
-    def path(self) -> str:
-        """Where it sits in the state, such as `model/layers.0.weight`."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of its elements."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its global shape."""
 
 
 def encode_extra(metrics: Mapping[str, float] | None, meta: Any, step: int) -> dict[str, Any]:
@@ -93,19 +74,6 @@ async def put_file(attempt: Attempt, name: str, data: bytes, kind: str) -> FileR
     return FileRecord(attempt.prefix + name, kind, len(data), digest(data))
 
 
-def item_problems(items: Iterable[TensorItem]) -> list[tuple[str, str]]:
-    """Why planned tensors cannot be stored: (path, reason)."""
-    problems = []
-    seen: set[str] = set()
-    for item in items:
-        if item.path in seen:
-            problems.append((item.path, "another tensor has this path"))
-        elif item.dtype not in NAME:
-            problems.append((item.path, f"dtype {item.dtype} cannot be stored"))
-        seen.add(item.path)
-    return problems
-
-
 def count_items(table: TensorTable) -> list[ItemRecord]:
     """Tensors and bytes by top-level entry."""
     counts: dict[str, tuple[int, int]] = {}
@@ -137,7 +105,6 @@ def describe(manifest: Manifest, run: str, name: str, generation: int) -> Checkp
 
 
 __all__ = [
-    "TensorItem",
     "UserFile",
     "as_number",
     "check_files",
@@ -145,6 +112,5 @@ __all__ = [
     "count_items",
     "describe",
     "encode_extra",
-    "item_problems",
     "put_file",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -46,6 +47,12 @@ class Request:
     """What was written, for the commit."""
     committing: bool = False
     """The commit has begun: it can no longer be cancelled."""
+    started: bool = False
+    """The task runs. One that is cancelled before that would never clean up."""
+    unwanted: bool = False
+    """Cancelled before the task ran."""
+    number: int = field(default_factory=itertools.count().__next__)
+    """The order of the calls."""
 
     @property
     def step(self) -> int:
@@ -56,8 +63,20 @@ class Request:
         """End it unless it is too late; returns whether it was not."""
         if self.committing or self.task is None or self.task.done():
             return False
-        self.task.cancel()
+        self.unwanted = True
+        if self.started:
+            self.task.cancel()
         return True
+
+    def start(self) -> None:
+        """Called first thing in the task.
+
+        Raises:
+            CancelledError: it was cancelled before it ran.
+        """
+        self.started = True
+        if self.unwanted:
+            raise asyncio.CancelledError
 
     @property
     def captured(self) -> Captured:
@@ -75,6 +94,7 @@ class Request:
     def drop(self) -> None:
         """It will never begin, or has ended: let go of the state."""
         self.take = _taken
+        self.writer.on_staged = None
         if self.held is not None:
             self.held.release()
 

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import warnings
+import logging
+from functools import partial
 from typing import Any
 
 from . import _threads
-from ._cgroup import memory_left
 from ._door import translate
 from ._ledger import Ledger
-from ._memory import BlockPool, ByteBudget, budget_warning, default_budget
 from ._place import Places
 from ._request import Request
+from ._reserve import Reserve
 from .errors import CheckpointError, DrainTimeoutError, SaveCancelledError
 from .pending import PendingSave, Phase
 from .storage import Store
 
-UNWIND_SECONDS = 5.0
-"""How long saves that were written off may take to unwind."""
+UNWIND_TRIES = 5
+"""How often, once a second, threads are written off until the saves have unwound."""
+
+log = logging.getLogger("aiockpt")
 
 
 class Saving:
@@ -33,41 +35,25 @@ class Saving:
     Args:
         store: of the run.
         places: decides the folders.
+        reserve: gives the blocks.
         max_pending: saves under way at the same time.
-        budget: host memory for blocks; None for the default of the first state.
     """
 
-    def __init__(self, store: Store, places: Places, max_pending: int, budget: ByteBudget | None) -> None:
+    def __init__(self, store: Store, places: Places, reserve: Reserve, max_pending: int) -> None:
         self.ledger = Ledger(max_pending)
+        self.reserve = reserve
         self._store = store
         self._places = places
-        self._budget = budget
-        self._pool = BlockPool(budget) if budget is not None else None
-        self._memory_left = 0
-
-    async def open(self) -> None:
-        """Look at what the default budget depends on."""
-        if self._pool is None:
-            self._memory_left = await _threads.offload(memory_left, lane=_threads.Lane.CONTROL)
-
-    def pool_for(self, nbytes: int) -> BlockPool:
-        """The saver's blocks, made for the first state that comes: `nbytes` would hold all of it."""
-        if self._pool is None:
-            self._budget = ByteBudget(default_budget(nbytes, left=self._memory_left))
-            self._pool = BlockPool(self._budget)
-            warning = budget_warning(nbytes, self._budget.total)
-            if warning:
-                warnings.warn(warning, ResourceWarning, stacklevel=2)
-        return self._pool
 
     def begin(self, request: Request) -> PendingSave:
         """Start the save's own task; from here on the saver owns it."""
         pending = request.pending
         pending._canceller = request.cancel
-        self.ledger.active.append(request)
+        self.ledger.begin(request)
         request.context.run(_threads.OWNER.set, self)
         name = f"aiockpt save of step {request.step}"
         request.task = pending._loop.create_task(self._run(request), name=name, context=request.context)
+        request.task.add_done_callback(partial(self._see_off, request))
         return pending
 
     async def own(self, request: Request) -> None:
@@ -80,30 +66,43 @@ class Saving:
         except asyncio.CancelledError:
             await self.withdraw(request)
             raise
+        except GeneratorExit:  # the caller's coroutine was closed: it cannot wait any more
+            request.pending.cancel()
+            raise
 
     async def withdraw(self, request: Request) -> None:
         """Cancel a save that is not staged yet, and wait until it has ended."""
-        if request.pending.phase < Phase.STAGED and request.cancel():
-            request.pending._reported = True
+        if request.pending.phase < Phase.STAGED and request.pending.cancel():
             await _threads.settle(request.pending._ended.wait())
 
     async def _run(self, request: Request) -> None:
         """One save from admission to commit; its errors are the handle's."""
-        pending = request.pending
+        pending, writer = request.pending, request.writer
         error: CheckpointError | None = None
+        retire: list[str] = []
         try:
+            request.start()
             retire = await self._write(request)
             await self._commit(request)
         except asyncio.CancelledError:
-            message = f"the save of step {request.step} was cancelled; nothing of it is left"
-            error = SaveCancelledError(message, step=request.step, save_id=pending.save_id)
+            if writer.checkpoint is None:
+                error = _cancelled(request)
         except Exception as cause:
             error = translate(cause, "saving", step=request.step, save_id=pending.save_id)
-        else:
-            await self._retire(retire)
-        if error is not None:
-            await self._clean_up(request)
+        # The save is over in any case, and its error says why: a cancellation now tells nothing new.
+        with contextlib.suppress(asyncio.CancelledError):
+            await _threads.settle(self._retire(retire) if error is None else writer.abort())
+        request.drop()
         self.ledger.end(request, error)
+
+    def _see_off(self, request: Request, task: asyncio.Task[None]) -> None:
+        """A task that was torn off (its loop ends, Ctrl-C hit its code) leaves no save without an end."""
+        if request in self.ledger.active:
+            if not task.cancelled():
+                task.exception()
+            request.writer.forget()
+            request.drop()
+            self.ledger.end(request, _cancelled(request))
 
     async def _write(self, request: Request) -> list[str]:
         """Admission, plan, stage, write; returns older folders of the same step."""
@@ -113,9 +112,9 @@ class Saving:
             request.step, overwrite=request.overwrite
         )
         plan = await writer.plan_captured(request.captured)
-        pool = self.pool_for(plan.block_bytes)
+        pool = await self.reserve.pool(plan.block_bytes)
         writer.use(pool, pool.budget.next_order())
-        writer.on_staged = lambda: pending._reach(Phase.STAGED)
+        writer.on_staged = partial(pending._reach, Phase.STAGED)
         pending._reach(Phase.PLANNED)
         request.record = await writer.write()
         pending._reach(Phase.WRITTEN)
@@ -125,15 +124,14 @@ class Saving:
         await self.ledger.turn(request)
         request.committing = True
         assert request.record is not None
-        checkpoint = await request.writer.finish([request.record])
-        self._places.newest = max(self._places.newest, request.step)
-        request.pending._commit(checkpoint)
-
-    async def _clean_up(self, request: Request) -> None:
-        # The save is over in any case, and its error says why.
-        with contextlib.suppress(asyncio.CancelledError):
-            await request.writer.abort()
-        request.drop()
+        writer = request.writer
+        try:
+            await writer.finish([request.record])
+        finally:
+            # Also when it was cancelled: the commit goes on to its end then.
+            if writer.checkpoint is not None:
+                self._places.newest = max(self._places.newest, request.step)
+                request.pending._commit(writer.checkpoint)
 
     async def _retire(self, names: list[str]) -> None:
         """The step was written anew: take older generations away. Failing that is no failure."""
@@ -141,7 +139,7 @@ class Saving:
             try:
                 await self._store.retire(name)
             except OSError as error:
-                warnings.warn(f"cannot remove {name}: {error}", RuntimeWarning, stacklevel=1)
+                log.warning("%s: cannot remove %s, which was written anew: %s", self._store.url, name, error)
 
     async def idle(self) -> None:
         """Wait until no save is under way."""
@@ -164,29 +162,39 @@ class Saving:
                 if stuck:
                     await self._write_off(stuck, seconds or 0.0)
         finally:
-            if self._pool is not None:
-                self._pool.close()
+            self.reserve.close()
             _threads.trim()
 
     def _abandon(self) -> list[str]:
-        if self._pool is not None:
-            # First: what the stuck threads use must never be granted again.
-            self._pool.write_off()
+        # First: what the stuck threads use must never be granted again.
+        self.reserve.write_off()
         return _threads.abandon_busy(owner=self)
 
     async def _write_off(self, stuck: set[asyncio.Task[Any]], seconds: float) -> None:
         late = [request for request in self.ledger.active if request.task in stuck]
-        files = ", ".join(file for request in late for file in request.writer.open_files()) or "none open"
-        threads = ", ".join(self._abandon()) or "none"
+        error = self._late(late, seconds, self._abandon())
         for request in late:
             request.pending._reported = True
             assert request.task is not None
             request.task.cancel()
-        await asyncio.wait(stuck, timeout=UNWIND_SECONDS)
-        step, phase = late[0].step, late[0].pending.phase.name.lower()
+        for _ in range(UNWIND_TRIES):
+            _, stuck = await asyncio.wait(stuck, timeout=1.0)
+            if not stuck:
+                break
+            self._abandon()  # what they do to unwind can get stuck just as well
+        raise error
+
+    def _late(self, late: list[Request], seconds: float, threads: list[str]) -> DrainTimeoutError:
+        files = ", ".join(file for request in late for file in request.writer.open_files())
+        pending = late[0].pending
         message = (
             f"the save of step {', '.join(str(r.step) for r in late)} did not end within {seconds:g} s. "
-            f"It got as far as {phase}; files: {files}; threads stuck in a call: {threads}. "
-            "It is a checkpoint only if its manifest is there."
+            f"It got as far as {pending.phase.name.lower()}; files: {files or 'none open'}; threads stuck "
+            f"in a call: {', '.join(threads) or 'none'}. It is a checkpoint only if its manifest is there."
         )
-        raise DrainTimeoutError(message, step=step, file=files, save_id=late[0].pending.save_id)
+        return DrainTimeoutError(message, step=pending.step, file=files or None, save_id=pending.save_id)
+
+
+def _cancelled(request: Request) -> SaveCancelledError:
+    message = f"the save of step {request.step} was cancelled; nothing of it is visible"
+    return SaveCancelledError(message, step=request.step, save_id=request.pending.save_id)

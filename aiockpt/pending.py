@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._pipeline import Progress
+from ._threads import settle
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, UsageError
 
@@ -54,6 +55,10 @@ class Event:
     """Set on the last event of a save that failed."""
 
 
+def _too_late() -> bool:
+    return False
+
+
 class PendingSave(Awaitable[Checkpoint]):
     """One save, from its call to its commit. Made by a saver, never by hand.
 
@@ -80,7 +85,7 @@ class PendingSave(Awaitable[Checkpoint]):
         self._waiters: set[asyncio.Future[None]] = set()
         self._ended = asyncio.Event()
         self._reported = False
-        self._canceller: Callable[[], bool] = lambda: False
+        self._canceller: Callable[[], bool] = _too_late
         self._as_task: asyncio.Task[Checkpoint] | None = None
 
     def __repr__(self) -> str:
@@ -127,6 +132,7 @@ class PendingSave(Awaitable[Checkpoint]):
 
         Cancelling it ends that wait; the save goes on.
         """
+        self._check_loop()
         if self._as_task is None:
             name = f"aiockpt wait for step {self.step}"
             self._as_task = self._loop.create_task(self.committed(), name=name)
@@ -150,19 +156,27 @@ class PendingSave(Awaitable[Checkpoint]):
     def cancel(self) -> bool:
         """Stop it: the I/O ends, its files go, waiters get `SaveCancelledError`.
 
+        Whoever cancels knows: the error counts as reported.
+
         Returns:
             False when it is too late: the commit has begun, or the save is done.
         """
-        return not self.done() and self._canceller()
+        if self.done():
+            return False
+        self._check_loop()
+        cancelled = self._canceller()
+        self._reported = self._reported or cancelled
+        return cancelled
 
     async def cancel_and_wait(self) -> None:
         """Cancel, and return once nothing touches the state or the disk any more.
 
-        A save that had already begun to commit is waited for instead.
+        A save that had already begun to commit is waited for instead. Cancelled itself,
+        it returns no earlier.
         """
-        if self.cancel():
-            self._reported = True
-        await self._ended.wait()
+        self._check_loop()
+        self.cancel()
+        await settle(self._ended.wait())
 
     async def events(self) -> AsyncIterator[Event]:
         """What happens to it, until it is done; never more than one event ahead.
@@ -170,6 +184,7 @@ class PendingSave(Awaitable[Checkpoint]):
         Every phase comes once; progress in between is told as of now, so that a slow
         listener skips numbers instead of filling memory. An error is the last event.
         """
+        self._check_loop()
         told = Phase.CALLED
         last: Event | None = None
         while True:
@@ -203,15 +218,19 @@ class PendingSave(Awaitable[Checkpoint]):
     def _commit(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._reach(Phase.COMMITTED)
-        self._ended.set()
 
     def _fail(self, error: CheckpointError) -> bool:
         """End it with `error`; returns whether somebody is waiting to be told."""
         self._error = error
         awaited = bool(self._waiters)
         self._wake()
-        self._ended.set()
         return awaited
+
+    def _end(self) -> None:
+        """Nothing of it touches the state or the store any more."""
+        self._ended.set()
+        # A handle may be kept for long: it must not keep what was saved.
+        self._canceller = _too_late
 
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, set()
@@ -227,10 +246,13 @@ class PendingSave(Awaitable[Checkpoint]):
         finally:
             self._waiters.discard(waiter)
 
-    async def _reached(self, phase: Phase) -> None:
-        if asyncio.get_running_loop() is not self._loop:
-            message = "this save belongs to another event loop; wait for it there, or use aiockpt.sync"
+    def _check_loop(self) -> None:
+        if asyncio._get_running_loop() is not self._loop:
+            message = "this save belongs to another thread or event loop; use it there, or aiockpt.sync"
             raise UsageError(message, step=self.step)
+
+    async def _reached(self, phase: Phase) -> None:
+        self._check_loop()
         while self._phase < phase:
             if self._error is not None:
                 self._reported = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import warnings
-import weakref
 from collections.abc import Coroutine, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -13,19 +12,18 @@ from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
 from . import _threads
-from ._calls import SaveCall, Staging
-from ._capture import Captured, capture
-from ._door import translate
-from ._exclusion import Exclusion
+from ._calls import Staging
+from ._intake import Intake
+from ._ledger import add_notes
 from ._memory import ByteBudget
-from ._names import STEP_FORMAT, StepNames, new_save_id
-from ._owner import Owner
-from ._place import Places, as_step, open_run
-from ._request import Request, SaveOptions
+from ._names import STEP_FORMAT, StepNames
+from ._place import Places, as_json, as_step, open_run
+from ._request import SaveOptions
+from ._reserve import Reserve
 from ._saving import Saving
 from .catalog import Catalog, LoadOptions
 from .checkpoint import Checkpoint
-from .errors import BusyError, CheckpointError, UsageError
+from .errors import CheckpointError, DrainTimeoutError, StorageError, UsageError
 from .layouts import Layout
 from .pending import PendingSave, Phase
 from .storage import Store, open_store
@@ -34,7 +32,7 @@ from .writer import CheckpointWriter
 __all__ = ["Saver"]
 
 
-class Saver:
+class Saver(Intake):
     """Writes the checkpoints of one run.
 
     An async context manager; it must be entered. Leaving it drains what is pending and
@@ -82,20 +80,16 @@ class Saver:
         self.store = open_store(run)
         self.run_id = ""
         """The run's id, once the saver is entered."""
-        self._on_overlap = on_overlap
-        self._on_failure = on_failure
+        self._owned = self.store is not run
         self._layout = layout
         self._drain_timeout = drain_timeout
-        self._allow_pickle = allow_pickle
-        self._meta = dict(meta or {})
+        self._meta = as_json(meta or {}, "meta")
         self._names = StepNames(step_format)
         self._catalog = Catalog(self.store, allow_pickle=allow_pickle, step_format=step_format)
         self._places = Places(self.store, self._names, self._catalog)
-        shared = ByteBudget(budget) if isinstance(budget, int) else budget
-        self._saving = Saving(self.store, self._places, max_pending, shared)
-        self._exclusion = Exclusion()
-        self._calls: weakref.WeakSet[SaveCall[Any]] = weakref.WeakSet()
-        self._owner = Owner()
+        reserve = Reserve(ByteBudget(budget) if isinstance(budget, int) else budget)
+        saving = Saving(self.store, self._places, reserve, max_pending)
+        super().__init__(saving, on_overlap=on_overlap, on_failure=on_failure, allow_pickle=allow_pickle)
 
     # Entering and leaving
 
@@ -106,12 +100,13 @@ class Saver:
             self.run_id = await open_run(self.store, self._names, self._meta)
             await self.store.sweep()
             await self._places.refresh()
-            await self._saving.open()
+            await self._saving.reserve.open()
         except BaseException as error:
             self._owner.closed = True
             if not isinstance(error, OSError) or isinstance(error, CheckpointError):
                 raise
-            raise translate(error, "cannot open the run in", step=None) from error
+            where = str(error.filename or self.store.url)
+            raise StorageError.wrap(error, "cannot open the run in", file=where) from error
         return self
 
     async def __aexit__(
@@ -127,7 +122,7 @@ class Saver:
         try:
             await self.aclose()
         except CheckpointError as error:
-            body.add_note(f"While the saver was closed: {type(error).__name__}: {error}")
+            add_notes(body, [error])
 
     async def drain(self, *, timeout: float | None = None) -> None:
         """Wait until nothing is pending, then raise what nobody was told of.
@@ -139,17 +134,23 @@ class Saver:
 
         Raises:
             CheckpointError: a save failed and nobody had awaited it; several: `SaveErrors`.
-            TimeoutError: the time is over; the saves go on.
+            DrainTimeoutError: the time is over; the saves go on.
         """
         self._owner.check(closed_too=True)
-        async with asyncio.timeout(timeout):
-            await self._saving.idle()
+        try:
+            async with asyncio.timeout(timeout) as limit:
+                await self._saving.idle()
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise DrainTimeoutError(self._saving.ledger.still_pending(timeout)) from error
         self._saving.ledger.raise_unreported()
 
     async def aclose(self) -> None:
         """Drain and close; any number of times.
 
-        Under cancellation it still drains, for at most `drain_timeout` seconds.
+        Under cancellation it still drains, for at most `drain_timeout` seconds. What nobody
+        was told of then stands in the notes of the CancelledError.
 
         Raises:
             CheckpointError: as `drain`.
@@ -157,21 +158,36 @@ class Saver:
                 its memory and descriptor are leaked on purpose.
             UsageError: a `save` or `stage` was never awaited.
         """
-        if self._owner.loop is None or (self._owner.closed and not self._saving.ledger.active):
+        ledger = self._saving.ledger
+        if self._owner.loop is None or (self._owner.closed and not ledger.active):
             self._owner.closed = True
             return
         self._owner.check(closed_too=True)
-        self._owner.closed = True
-        for call in list(self._calls):
-            call.abandon()
-        await _threads.settle(self._saving.drain(self._drain_timeout))
-        self._saving.ledger.raise_unreported()
+        try:
+            await _threads.settle(self._close())
+        except asyncio.CancelledError as cancelled:
+            add_notes(cancelled, ledger.take_unreported())
+            raise
+        except DrainTimeoutError as error:
+            ledger.raise_unreported(error)
+        ledger.raise_unreported()
+
+    async def _close(self) -> None:
+        if not self._owner.closed:
+            await asyncio.sleep(0)  # tasks that were given a call have not begun it yet
+            self._owner.closed = True
+            for call in list(self._calls):
+                call.abandon()
+        await self._saving.drain(self._drain_timeout)
+        if self._owned:
+            await self.store.aclose()
 
     async def abort(self) -> None:
         """Cancel whatever is not committing yet, and close; cancelled saves raise no error here."""
-        for request in list(self._saving.ledger.active):
-            if request.cancel():
-                request.pending._reported = True
+        if self._owner.loop is not None:
+            self._owner.check(closed_too=True)
+        for pending in self.pending:
+            pending.cancel()
         await self.aclose()
 
     def __del__(self) -> None:
@@ -211,7 +227,7 @@ class Saver:
             StorageError: the store failed. Nothing of the save is visible or left.
         """
         request = self._request(state, step, options)
-        return self._call("save", request, lambda: self._save(request))
+        return self._call("save", request, partial(self._save, request))
 
     def stage(
         self, state: Any, *, step: int, **options: Unpack[SaveOptions]
@@ -224,7 +240,7 @@ class Saver:
             The handle: await it, or one of its phases, to know what became of the save.
         """
         request = self._request(state, step, options)
-        return self._call("stage", request, lambda: self._stage(request))
+        return self._call("stage", request, partial(self._stage, request))
 
     def staging(self, state: Any, *, step: int, **options: Unpack[SaveOptions]) -> Staging:
         """Save while the body runs: `async with saver.staging(state, step=n) as pending: ...`.
@@ -297,102 +313,16 @@ class Saver:
         """The errors of past saves, the last hundred."""
         return tuple(self._saving.ledger.failures)
 
-    # Behind the verbs
-
-    def _request(self, state: Any, step: int, options: SaveOptions) -> Request:
-        loop = self._owner.check()
-        number = as_step(step)
-        pending = PendingSave(number, new_save_id(), loop)
-        writer = CheckpointWriter(
+    def _writer(self, pending: PendingSave, options: SaveOptions) -> CheckpointWriter:
+        return CheckpointWriter(
             self.store,
-            step=number,
+            step=pending.step,
             save_id=pending.save_id,
             run_id=self.run_id,
-            name=self._names.folder(number),
+            name=self._names.folder(pending.step),
             metrics=options.get("metrics"),
             meta=options.get("meta"),
             files=options.get("files"),
             layout=self._layout,
             progress=pending.progress,
         )
-        request = Request(
-            pending, writer, options.get("overwrite", False), partial(self._capture, state, number)
-        )
-        if self._exclusion.try_read():
-            request.capture()
-        return request
-
-    def _capture(self, state: Any, step: int) -> Captured:
-        """Capture with the right to read, which ends when the state is let go."""
-        try:
-            captured = capture(state, step=step, allow_pickle=self._allow_pickle)
-        except BaseException:
-            self._exclusion.end_read()
-            raise
-        captured.on_release = self._exclusion.end_read
-        return captured
-
-    def _call(self, name: str, request: Request, begin: Any) -> SaveCall[Any]:
-        def drop(closed: bool) -> None:
-            request.drop()
-            if not closed:
-                self._saving.ledger.never_awaited.append(request.step)
-
-        call: SaveCall[Any] = SaveCall(request.step, name, begin, drop)
-        self._calls.add(call)
-        return call
-
-    def _begin(self, request: Request) -> PendingSave:
-        try:
-            self._owner.check()
-            if self._on_overlap == "error":
-                self._saving.ledger.refuse_if_busy(request.step)
-        except BaseException:
-            request.drop()
-            raise
-        return self._saving.begin(request)
-
-    async def _stage(self, request: Request) -> PendingSave:
-        await self._start(request)
-        return await self._staged(request)
-
-    async def _start(self, request: Request) -> PendingSave:
-        if request.held is None:  # a thread was inside `mutating()` at the call
-            await self._exclusion.read()
-            request.capture()
-        return self._begin(request)
-
-    def _staging(self, request: Request) -> Staging:
-        call = self._call("staging", request, lambda: self._stage(request))
-        return Staging(call, partial(self._start, request), partial(self._leave, request))
-
-    def _copy_now(self, request: Request) -> PendingSave:
-        try:
-            if request.held is None:
-                raise BusyError(
-                    f"step {request.step}: a thread is inside saver.mutating()", step=request.step
-                )
-            request.writer.fill_now(request.captured, self._saving.pool_for)
-        except BaseException:
-            request.drop()
-            raise
-        return self._begin(request)
-
-    async def _staged(self, request: Request) -> PendingSave:
-        await self._saving.own(request)
-        if self._on_failure == "raise":
-            previous = self._saving.ledger.previous_error(request.pending)
-            if previous is not None:
-                raise previous
-        return request.pending
-
-    async def _save(self, request: Request) -> Checkpoint:
-        pending = await self._stage(request)
-        return await pending.committed()
-
-    async def _leave(self, request: Request, *, failed: bool) -> None:
-        """The end of a `staging` body."""
-        if failed:
-            await self._saving.withdraw(request)
-        else:
-            await self._staged(request)

@@ -1,8 +1,7 @@
 """The lifecycle of one save, one coroutine a phase: plan, stage, write, finish.
 
-`Saver` drives this; so can anybody who schedules the phases himself, such as an adapter
-to another library's planner. `finish` needs only the records of the parts, and may run
-in another process than the one that wrote them.
+`Saver` drives this; so can anybody who schedules the phases himself. `finish` needs only
+the records of the parts, and may run in another process than the one that wrote them.
 """
 
 from __future__ import annotations
@@ -11,65 +10,29 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import torch
 
-from . import _tree
-from ._capture import Captured, Source, capture
-from ._commit import build_manifest, commit
-from ._door import translate
-from ._dtypes import NAME
-from ._manifest import FileRecord, PartRecord, ShardRecord, encode_part
-from ._memory import BLOCK_BYTES, BlockPool, ByteBudget, default_budget
-from ._names import StepNames, new_save_id, part_name
-from ._pages import build_part
-from ._pipeline import Job, Pipeline, Progress
-from ._plan import ShardPlan, plan_blocks, plan_shards
-from ._records import (
-    TensorItem,
-    UserFile,
-    check_files,
-    content_of,
-    count_items,
-    describe,
-    encode_extra,
-    item_problems,
-    put_file,
-)
-from ._stage import fill_block
-from ._table import TensorTable
+from ._capture import Captured, capture
+from ._commit import commit
+from ._content import Content, SavePlan
+from ._door import is_stuck, translate
+from ._items import TensorItem, TensorSpec, captured_items
+from ._manifest import PartRecord, ShardRecord
+from ._memory import BlockPool
+from ._names import StepNames, new_save_id
+from ._pipeline import Job, Pipeline, Progress, release_all
+from ._records import UserFile, describe
+from ._reserve import Reserve
 from ._threads import Lane, offload, settle
 from .checkpoint import Checkpoint
-from .errors import BusyError, SaveError, UnsupportedStateError, UsageError
+from .errors import SaveError, UsageError
 from .layouts import Layout
 from .layouts.per_item import PerItem
 from .storage import Attempt, Store, open_store
 
 __all__ = ["CheckpointWriter", "SavePlan", "TensorItem", "TensorSpec"]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """A ready-made `TensorItem`."""
-
-    path: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SavePlan:
-    """What a save will write; nothing has been written when it exists."""
-
-    tensors: int
-    nbytes: int
-    """Bytes of tensor data; tied tensors count once."""
-    files: tuple[tuple[str, int], ...]
-    """(name, bytes) of the data files."""
-    block_bytes: int
-    """Bytes of host memory that would hold all of it at once, in whole blocks."""
 
 
 T = TypeVar("T")
@@ -129,21 +92,24 @@ class CheckpointWriter:
         self.generation = generation
         self.progress = progress or Progress()
         self.on_staged: Callable[[], None] | None = None
-        self._extra = encode_extra(metrics, meta, step)
-        self._files = check_files(files or {})
-        self._layout = layout or PerItem()
+        self.checkpoint: Checkpoint | None = None
+        """What `finish` returned: it is committed."""
+        extra = {"metrics": metrics, "meta": meta, "files": files}
+        self._content = Content(step, self.save_id, rank, world, layout or PerItem(), **extra)
         self._pool = pool
-        self._rank, self._world = rank, world
+        self._reserve = Reserve(None)  # for those who bring no pool
         self._allow_pickle = allow_pickle
         self._order = 0
-        self._captured: Captured | None = None
-        self._shards: list[ShardPlan] = []
-        self._filled: list[Job] = []
+        self._filled: list[Job] | None = None
         self._pipeline: Pipeline | None = None
         self._attempt: Attempt | None = None
         self._task: asyncio.Task[list[ShardRecord]] | None = None
         self._reached_staged = asyncio.Event()
+        self._beginning = False
         self._ended = False
+        self._ending = asyncio.Lock()
+        self._removed = asyncio.Event()
+        self._stuck = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -157,8 +123,8 @@ class CheckpointWriter:
         Raises:
             UnsupportedStateError: listing every path that cannot be stored.
         """
-        captured = capture(state, step=self.step, allow_pickle=self._allow_pickle)
-        return await self.plan_captured(captured)
+        self._refuse_second_plan()
+        return await self.plan_captured(capture(state, step=self.step, allow_pickle=self._allow_pickle))
 
     async def plan(
         self, items: Sequence[TensorItem], resolve: Callable[[Any], torch.Tensor], *, values: Any = None
@@ -166,87 +132,46 @@ class CheckpointWriter:
         """Plan the save of tensors that need not exist yet.
 
         Args:
-            items: path, dtype and shape of each tensor, in the order of the state.
+            items: path, dtype and shape of each tensor.
             resolve: gives an item's tensor; called in a thread when its turn to be
                 copied has come, and again when it lies in several blocks.
-            values: a state of plain values to store beside them.
+            values: a dict of plain values to store beside them; it may share entries
+                with the paths of `items`.
 
         Raises:
-            UnsupportedStateError: a dtype cannot be stored, or two items have one path.
+            UnsupportedStateError: a dtype cannot be stored, or two things have one path.
+            UsageError: `values` is no dict.
         """
-        flat = _tree.flatten({} if values is None else values, allow_pickle=self._allow_pickle)
-        if flat.tensors:
-            raise UsageError("`values` holds tensors: put them among `items`", step=self.step)
-        table = TensorTable()
-        sources: list[Source | None] = []
-        problems = item_problems(items)
-        if problems:
-            raise UnsupportedStateError(problems, step=self.step)
-        for number, item in enumerate(items):
-            table.add(number + len(flat.value_seq), item.path, NAME[item.dtype], tuple(item.shape))
-            sources.append(lambda item=item: resolve(item))
-        return await self.plan_captured(Captured(table, sources, flat))
+        self._refuse_second_plan()
+        captured = captured_items(items, resolve, values, step=self.step, allow_pickle=self._allow_pickle)
+        return await self.plan_captured(captured)
 
     async def plan_captured(self, captured: Captured) -> SavePlan:
         """Plan the save of a captured state (what `plan_state` does after its capture)."""
-        if self._ended or self._captured not in (None, captured):
-            raise UsageError("this writer has a plan already; make a writer for each save", step=self.step)
-        if self._captured is None:
-            self._captured = captured
-            self._shards = await offload(self._lay_out, captured.table, lane=Lane.CONTROL)
-        return self._describe_plan(captured.table)
+        if self._content.captured is not captured:
+            self._refuse_second_plan()
+            self._content.captured = captured
+            await self._guard(offload(self._content.lay_out, captured, lane=Lane.CONTROL), "cannot plan")
+        return self._planned()
 
-    def _describe_plan(self, table: TensorTable) -> SavePlan:
-        nbytes = sum(shard.nbytes for shard in self._shards)
-        self.progress.total = nbytes
-        files = tuple((shard.name, shard.size) for shard in self._shards)
-        # A block never holds parts of two files.
-        blocks = sum(-(-shard.nbytes // BLOCK_BYTES) for shard in self._shards)
-        return SavePlan(len(table), nbytes, files, blocks * BLOCK_BYTES)
+    def _refuse_second_plan(self) -> None:
+        if self._ended or self._content.captured is not None:
+            raise UsageError("this writer has a plan already; make a writer for each save", step=self.step)
+
+    def _planned(self) -> SavePlan:
+        plan = self._content.plan()
+        self.progress.total = plan.nbytes
+        return plan
 
     def use(self, pool: BlockPool, order: int) -> None:
         """Take blocks from `pool`; saves with smaller `order` get theirs first."""
         self._pool, self._order = pool, order
 
     def fill_now(self, captured: Captured, pool_for: Callable[[int], BlockPool]) -> None:
-        """Plan and copy everything on this thread, now; the state may change afterwards.
-
-        Args:
-            captured: the state.
-            pool_for: gives the pool, told how many bytes of whole blocks are needed.
-
-        Raises:
-            BusyError: the pool has not enough free blocks; nothing was kept.
-        """
-        self._captured = captured
-        self._shards = self._lay_out(captured.table)
-        pool = self._pool = pool_for(self._describe_plan(captured.table).block_bytes)
-        for plan in plan_blocks(captured.table, self._shards, pool.block_bytes):
-            block = pool.acquire_nowait(pool.budget.next_order())
-            if block is None:
-                self._release_filled()
-                message = f"step {self.step}: the budget has no room to copy the whole state at once"
-                raise BusyError(message, step=self.step)
-            self._filled.append((plan, block, 0))
-            padded = fill_block(block.tensor, plan, captured.table, captured.sources)
-            self._filled[-1] = (plan, block, padded)
-        captured.release()
-
-    def _release_filled(self) -> None:
-        """Give back blocks that no pipeline has taken over."""
-        while self._filled:
-            assert self._pool is not None
-            self._pool.release(self._filled.pop()[1])
-
-    def _lay_out(self, table: TensorTable) -> list[ShardPlan]:
-        shards = plan_shards(table, self._layout, rank=self._rank)
-        taken = {shard.name for shard in shards} | {part_name(rank) for rank in range(self._world)}
-        clash = sorted(taken & self._files.keys())
-        if clash:
-            raise UsageError(
-                f"files= may not use the name {clash[0]!r}: the checkpoint needs it", step=self.step
-            )
-        return shards
+        """Plan and copy everything on this thread, now; see `Content.fill`."""
+        self._content.lay_out(captured)
+        self._planned()
+        self._pool, self._filled = self._content.fill(pool_for)
 
     async def stage(self) -> None:
         """Begin to write, and return once an independent copy of every leaf exists.
@@ -257,27 +182,13 @@ class CheckpointWriter:
         Raises:
             CheckpointError: the save failed; nothing of it is left.
         """
-        captured = self._planned()
         if self._task is None:
-            if self._pool is None:
-                needed = self._describe_plan(captured.table).block_bytes
-                self._pool = BlockPool(ByteBudget(await offload(default_budget, needed, lane=Lane.CONTROL)))
-            self._attempt = await self._guard(self.store.begin(self.name, self.save_id), "cannot begin")
-            filled, self._filled = self._filled, []
-            self._pipeline = Pipeline(
-                self._attempt,
-                captured.table,
-                self._shards,
-                captured.sources,
-                self._pool,
-                order=self._order,
-                progress=self.progress,
-                staged=self._note_staged,
-                filled=filled,
-            )
-            self._task = asyncio.get_running_loop().create_task(self._pipeline.run())
-            # Its end, good or bad, must wake whoever waits for `staged`.
-            self._task.add_done_callback(lambda _: self._reached_staged.set())
+            captured = self._captured()
+            if self._beginning:
+                raise UsageError("another task is beginning to stage this save", step=self.step)
+            self._beginning = True
+            await self._guard(self._begin(captured), "cannot begin")
+        assert self._task is not None
         try:
             await self._reached_staged.wait()
         except asyncio.CancelledError:
@@ -286,8 +197,29 @@ class CheckpointWriter:
         if self._task.done() and (self._task.cancelled() or self._task.exception() is not None):
             await self._joined()
 
+    async def _begin(self, captured: Captured) -> None:
+        if self._pool is None:
+            self._pool = await self._reserve.pool(self._content.plan().block_bytes)
+        self._attempt = await self.store.begin(self.name, self.save_id)
+        filled, self._filled = self._filled, None
+        self._pipeline = Pipeline(
+            self._attempt,
+            captured.table,
+            self._content.shards,
+            captured.sources,
+            self._pool,
+            order=self._order,
+            progress=self.progress,
+            staged=self._note_staged,
+            filled=filled,
+        )
+        self._task = asyncio.get_running_loop().create_task(self._pipeline.run())
+        # Its end, good or bad, must wake whoever waits for `staged`.
+        self._task.add_done_callback(lambda _: self._reached_staged.set())
+
     def _note_staged(self) -> None:
-        captured = self._planned()
+        captured = self._content.captured
+        assert captured is not None
         captured.check_unchanged(self.step)
         captured.release()
         if self.on_staged is not None:
@@ -305,46 +237,27 @@ class CheckpointWriter:
         """
         await self.stage()
         shards = await self._joined()
-        record = await self._guard(self._put_part(shards), "cannot write")
-        return record
+        self._reserve.close()
+        assert self._attempt is not None
+        return await self._guard(self._content.put(self._attempt, shards), "cannot write")
 
     async def _joined(self) -> list[ShardRecord]:
         assert self._task is not None
         try:
-            return await asyncio.shield(self._task)
+            await asyncio.wait([self._task])  # which, cancelled, leaves the task alone
         except asyncio.CancelledError:
-            cancelled = self._task.cancelled()
             await self.abort()
-            if cancelled:
-                raise SaveError(f"step {self.step}: the save was aborted", step=self.step) from None
             raise
-        except Exception as error:
+        if self._task.cancelled():
             await self.abort()
-            raise translate(error, "writing", step=self.step, save_id=self.save_id) from error
-
-    async def _put_part(self, shards: list[ShardRecord]) -> PartRecord:
-        captured, attempt = self._planned(), self._begun()
-        part = await offload(self._encode_part, captured, shards, lane=Lane.CONTROL)
-        records = [FileRecord(s.name, "shard", s.size, s.digest()) for s in shards]
-        for name, content in self._files.items():
-            data = await offload(content_of, content, lane=Lane.BULK)
-            records.append(await put_file(attempt, name, data, "user"))
-        return PartRecord(
-            rank=self._rank,
-            world=self._world,
-            save_id=self.save_id,
-            part=await put_file(attempt, part_name(self._rank), part, "part"),
-            files=records,
-            items=count_items(captured.table),
-        )
-
-    def _encode_part(self, captured: Captured, shards: list[ShardRecord]) -> bytes:
-        rank, world = self._rank, self._world
-        part = build_part(captured.table, captured.flat, shards, rank=rank, world=world, save_id=self.save_id)
-        return encode_part(part)
+            raise SaveError(f"step {self.step}: the save was aborted", step=self.step)
+        return await self._guard(self._task, "writing")
 
     async def finish(self, parts: Sequence[PartRecord]) -> Checkpoint:
         """Commit: from its return on a crash cannot lose the checkpoint.
+
+        Cancelled, it returns only when the commit has succeeded or failed; in the first
+        case `checkpoint` is set.
 
         Args:
             parts: the record of every rank's `write`, in any order. May be called by a
@@ -353,23 +266,26 @@ class CheckpointWriter:
 
         Raises:
             StepExistsError: another save has taken the name.
-            CheckpointError: the save failed.
-            In both cases nothing of this save is visible, and what it wrote is removed.
+            CommitUnknownError: the store failed, and the step may be visible all the same.
+            CheckpointError: the save failed; nothing of it is visible, what it wrote is removed.
         """
+        if self.checkpoint is not None:
+            return self.checkpoint
+        self._refuse_if_ended()
         if self._attempt is None:
             self._attempt = await self._guard(self.store.attach(self.name, self.save_id), "cannot attach")
-        manifest = build_manifest(
-            parts,
-            step=self.step,
-            save_id=self.save_id,
-            run_id=self.run_id,
-            metrics=self._extra["metrics"],
-            meta=self._extra["meta"],
-        )
         # Not to be torn by a cancellation: half a commit is the one thing nobody could explain.
-        await settle(self._guard(commit(self._attempt, manifest), "cannot commit"))
-        self._ended = True
-        return describe(manifest, self.store.url, self.name, self.generation)
+        return await settle(self._guard(self._commit(self._attempt, parts), "cannot commit"))
+
+    async def _commit(self, attempt: Attempt, parts: Sequence[PartRecord]) -> Checkpoint:
+        manifest = self._content.manifest(parts, self.run_id)
+        checkpoint = describe(manifest, self.store.url, self.name, self.generation)
+        async with self._ending:
+            await commit(self.store, attempt, manifest)
+            self.checkpoint = checkpoint
+            self._ended = True
+            self._removed.set()
+        return checkpoint
 
     async def abort(self) -> None:
         """End the save and remove what it wrote; returns when no thread touches it any more.
@@ -377,23 +293,42 @@ class CheckpointWriter:
         After the commit it does nothing. Any number of times.
         """
         if self._ended:
+            await settle(self._removed.wait())
             return
         self._ended = True
         await settle(self._abort())
 
     async def _abort(self) -> None:
+        try:
+            async with self._ending:  # a commit that another task has begun ends first
+                if self.checkpoint is None:
+                    await self._undo()
+        finally:
+            self._removed.set()
+
+    async def _undo(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-            if not self._task.cancelled():
-                self._task.exception()  # reported by whoever waited for it
-        self._release_filled()
-        if self._captured is not None:
-            self._captured.release()
-        if self._attempt is not None:
+            if not self._task.cancelled():  # reported by whoever waited for it
+                self._stuck = self._stuck or is_stuck(self._task.exception())
+        self.forget()
+        # A stuck thread may still be in there: it is for a sweep, once this process has ended.
+        if self._attempt is not None and not self._stuck:
             # The reason of the failure matters more; a sweep takes the rest away.
             with contextlib.suppress(OSError):
                 await self._attempt.abort()
+
+    def forget(self) -> None:
+        """Give back blocks and let go of the state; no thread may be at work any more."""
+        if self._pool is not None:
+            if self._filled is not None:
+                release_all(self._filled, self._pool)
+            if self._pipeline is not None:
+                self._pipeline.drop_queue()
+        if self._content.captured is not None:
+            self._content.captured.release()
+        self._reserve.close()
 
     def open_files(self) -> list[str]:
         """Names of data files that are being written."""
@@ -406,18 +341,21 @@ class CheckpointWriter:
             await self.abort()
             raise
         except Exception as error:
+            self._stuck = self._stuck or is_stuck(error)
             await self.abort()
             ours = translate(error, doing, step=self.step, save_id=self.save_id)
             if ours is error:
                 raise
             raise ours from error
 
-    def _planned(self) -> Captured:
-        if self._captured is None:
+    def _captured(self) -> Captured:
+        self._refuse_if_ended()
+        if self._content.captured is None:
             raise UsageError("plan first: await writer.plan_state(state)", step=self.step)
-        return self._captured
+        return self._content.captured
 
-    def _begun(self) -> Attempt:
-        if self._attempt is None:
-            raise UsageError("stage first: await writer.stage()", step=self.step)
-        return self._attempt
+    def _refuse_if_ended(self) -> None:
+        if self._ended:
+            how = "was aborted" if self.checkpoint is None else "is committed"
+            message = f"step {self.step} {how}; make a writer for each save"
+            raise UsageError(message, step=self.step)

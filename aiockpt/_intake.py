@@ -1,0 +1,147 @@
+"""From a verb to a save that has begun: capture at the call, admission, the caller's wait."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, Literal
+
+from ._calls import SaveCall, Staging
+from ._capture import Captured, capture
+from ._exclusion import Exclusion
+from ._names import new_save_id
+from ._owner import Owner
+from ._place import as_step
+from ._request import Request, SaveOptions
+from ._saving import Saving
+from .checkpoint import Checkpoint
+from .errors import BusyError
+from .pending import PendingSave
+from .writer import CheckpointWriter
+
+
+class Intake:
+    """The half of a saver through which saves come in.
+
+    Args:
+        saving: takes the saves that begin.
+        on_overlap: what happens when too many saves are pending.
+        on_failure: whether the next save raises what nobody was told of.
+        allow_pickle: store what has no codec as a pickle.
+    """
+
+    def __init__(
+        self,
+        saving: Saving,
+        *,
+        on_overlap: Literal["wait", "error"],
+        on_failure: Literal["raise", "log"],
+        allow_pickle: bool,
+    ) -> None:
+        self._owner = Owner()
+        self._saving = saving
+        self._on_overlap = on_overlap
+        self._on_failure = on_failure
+        self._allow_pickle = allow_pickle
+        self._exclusion = Exclusion()
+        self._calls: weakref.WeakSet[SaveCall[Any]] = weakref.WeakSet()
+
+    def _writer(self, pending: PendingSave, options: SaveOptions) -> CheckpointWriter:
+        raise NotImplementedError
+
+    # At the call
+
+    def _request(self, state: Any, step: int, options: SaveOptions) -> Request:
+        loop = self._owner.check()
+        unknown = sorted(options.keys() - SaveOptions.__annotations__.keys())
+        if unknown:
+            raise TypeError(f"a save got an unexpected keyword argument {unknown[0]!r}")
+        pending = PendingSave(as_step(step), new_save_id(), loop)
+        writer = self._writer(pending, options)
+        take = partial(self._capture, state, pending.step)
+        request = Request(pending, writer, options.get("overwrite", False), take)
+        if self._exclusion.try_read():
+            request.capture()
+        return request
+
+    def _capture(self, state: Any, step: int) -> Captured:
+        """Capture with the right to read, which ends when the state is let go."""
+        try:
+            captured = capture(state, step=step, allow_pickle=self._allow_pickle)
+        except BaseException:
+            self._exclusion.end_read()
+            raise
+        captured.on_release = self._exclusion.end_read
+        return captured
+
+    def _call(
+        self, name: str, request: Request, begin: Callable[[], Coroutine[Any, Any, Any]]
+    ) -> SaveCall[Any]:
+        ledger = self._saving.ledger
+
+        def drop(closed: bool) -> None:
+            request.drop()
+            if not closed:
+                ledger.never_awaited.append(request.step)
+
+        call: SaveCall[Any] = SaveCall(request.step, name, begin, drop)
+        self._calls.add(call)
+        return call
+
+    def _staging(self, request: Request) -> Staging:
+        call = self._call("staging", request, partial(self._stage, request))
+        return Staging(call, partial(self._start, request), partial(self._leave, request))
+
+    def _copy_now(self, request: Request) -> PendingSave:
+        try:
+            if request.held is None:
+                message = f"step {request.step}: a thread is inside saver.mutating()"
+                raise BusyError(message, step=request.step)
+            request.writer.fill_now(request.captured, self._saving.reserve.pool_now)
+        except BaseException:
+            request.drop()
+            raise
+        return self._begin(request)
+
+    # The caller's coroutine
+
+    def _begin(self, request: Request) -> PendingSave:
+        try:
+            self._owner.check()
+            if self._on_overlap == "error":
+                self._saving.ledger.refuse_if_busy(request.step)
+        except BaseException:
+            request.writer.forget()
+            request.drop()
+            raise
+        return self._saving.begin(request)
+
+    async def _start(self, request: Request) -> PendingSave:
+        if request.held is None:  # a thread was inside `mutating()` at the call
+            await self._exclusion.read()
+            request.capture()
+        return self._begin(request)
+
+    async def _stage(self, request: Request) -> PendingSave:
+        await self._start(request)
+        return await self._staged(request)
+
+    async def _staged(self, request: Request) -> PendingSave:
+        await self._saving.own(request)
+        if self._on_failure == "raise":
+            previous = self._saving.ledger.previous_error(request.pending)
+            if previous is not None:
+                raise previous
+        return request.pending
+
+    async def _save(self, request: Request) -> Checkpoint:
+        pending = await self._stage(request)
+        return await pending.committed()
+
+    async def _leave(self, request: Request, *, failed: bool) -> None:
+        """The end of a `staging` body."""
+        if failed:
+            await self._saving.withdraw(request)
+        else:
+            await self._staged(request)
