@@ -9,6 +9,8 @@ cancelled at any point, no thread is left inside a block and no file stays open.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -147,8 +149,10 @@ class Fetch:
             CorruptCheckpointError: a piece or header does not match its checksum.
             StorageError: the store failed.
         """
-        headers = {run.shard: None for run in runs} if self.verify else {}
-        jobs: list[int | Run] = [*headers, *runs]
+        jobs: list[int | Run] = []
+        # One file after the other, so that few are open: a header, then what is read of that file.
+        for shard, group in itertools.groupby(runs, key=lambda run: run.shard):
+            jobs += [shard, *group] if self.verify else group
         async with self._opened(jobs) as files:
 
             async def work(job: int | Run) -> None:
@@ -178,8 +182,7 @@ class Fetch:
         finally:
             with anyio.CancelScope(shield=True):
                 for file in files.values():
-                    if file.source is not None:
-                        await file.source.aclose()
+                    await self._close(file)
 
     async def _source(self, files: dict[int, _Open], shard: int) -> Source:
         file = files[shard]
@@ -191,9 +194,15 @@ class Fetch:
 
     async def _done_with(self, file: _Open) -> None:
         file.reads -= 1
-        if file.reads == 0 and file.source is not None:
-            await file.source.aclose()
-            file.source = None
+        if file.reads == 0:
+            await self._close(file)
+
+    async def _close(self, file: _Open) -> None:
+        if file.source is not None:
+            # What closing a file says after it was only read is no news about what was read.
+            with contextlib.suppress(OSError):
+                await file.source.aclose()
+                file.source = None
 
     @asynccontextmanager
     async def block(self) -> AsyncIterator[Block]:

@@ -30,7 +30,7 @@ def _prefix_hint(outline: Outline, want: Want, missing: Sequence[str], unexpecte
             if side:
                 return (
                     f"The names in the {side} carry '{wrapper}.', which {what} adds (as in {where}), "
-                    "the others do not. Save and load the same of the two: the wrapper, or the module inside it."
+                    "the others do not. Save and load the same of the two: wrapper, or module inside it."
                 )
     return ""
 

@@ -168,3 +168,31 @@ def edit_page(part: Part, column: str, number: int, **changes: Any) -> None:
     page = msgspec.json.decode(pages[number])
     page.update(changes)
     pages[number] = msgspec.Raw(msgspec.json.encode(page))
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Equal in types, order, bits and ties; quick for large tensors, for containers of torch's kind only."""
+    left: list[int] = []
+    right: list[int] = []
+    return _alike(one, other, left, right) and _first(left) == _first(right)
+
+
+def _alike(one: Any, other: Any, left: list[int], right: list[int]) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        left.append(one.data_ptr() if one.numel() else id(one))
+        right.append(other.data_ptr() if other.numel() else id(other))
+        facts = (one.dtype, one.shape, one.requires_grad) == (other.dtype, other.shape, other.requires_grad)
+        return facts and raw(one) == raw(other)
+    if isinstance(one, dict):
+        same_keys = [(k, type(k)) for k in one] == [(k, type(k)) for k in other]
+        return same_keys and all(_alike(one[key], other[key], left, right) for key in one)
+    if isinstance(one, (list, tuple)):
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(_alike(a, b, left, right) for a, b in pairs)
+    return bool(one == other) or repr(one) == repr(other) == "nan"
+
+
+def _first(places: list[int]) -> list[int]:
+    return [places.index(place) for place in places]
