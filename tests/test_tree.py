@@ -18,13 +18,14 @@ from tests.strategies import Config, Point, paths_of, same, states, through_json
 
 
 @given(trees())
-@hypothesis.settings(max_examples=300)
+@hypothesis.settings(max_examples=150)
 def test_any_tree_comes_back_equal(tree: Any) -> None:
     """Types, order, bits and ties survive the columns and their JSON."""
     assert same(trip(tree), tree)
 
 
 @given(states())
+@hypothesis.settings(max_examples=30)
 def test_a_restored_state_flattens_to_the_same_columns(state: Any) -> None:
     """Saving what was loaded writes what was saved."""
     flat = through_json(_tree.flatten(state))
@@ -39,6 +40,7 @@ def test_a_restored_state_flattens_to_the_same_columns(state: Any) -> None:
 
 
 @given(states())
+@hypothesis.settings(max_examples=30)
 def test_rows_are_numbered_in_the_order_of_the_state(state: Any) -> None:
     """The three tables share one numbering without gaps, and no two rows share a path."""
     flat = _tree.flatten(state)

@@ -73,7 +73,7 @@ JSON = st.recursive(ATOMS, _tagged, max_leaves=10)
 
 
 @given(JSON)
-@hypothesis.settings(max_examples=1000)
+@hypothesis.settings(max_examples=200)
 def test_any_json_is_a_value_or_damage(json: Any) -> None:
     """Whatever a value row holds, one of two errors comes of it, or a value."""
     before = set(sys.modules)
@@ -105,7 +105,7 @@ def _spots(json: Any) -> list[tuple[Any, Any]]:
 
 
 @given(trees(), st.data())
-@hypothesis.settings(max_examples=200)
+@hypothesis.settings(max_examples=50)
 def test_a_changed_value_is_a_value_or_damage(tree: Any, data: st.DataObject) -> None:
     """Sound columns with one place overwritten never make another error."""
     flat = through_json(_tree.flatten({"x": tree}))

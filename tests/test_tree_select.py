@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -111,6 +112,7 @@ def test_arrays_and_generators_belong_in_host_memory() -> None:
 
 
 @given(states(), st.data())
+@hypothesis.settings(max_examples=30)
 def test_selecting_a_path_gives_what_lies_there(state: Any, data: st.DataObject) -> None:
     """Any path of any state can be asked for alone, and is found there."""
     flat = through_json(_tree.flatten(state))

@@ -186,7 +186,7 @@ def test_looking_a_class_up_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None
         __slots__ = ()
 
     monkeypatch.setitem(sys.modules, "lazy_one", Lazy("lazy_one"))
-    monkeypatch.setitem(sys.modules, "proxy_one", Proxy())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "proxy_one", Proxy())
     for name in ("lazy_one:Config", "proxy_one:Config.x"):
         assert isinstance(_tree.decode_value(encoded("dataclass", name, a=1)), Record)
 
@@ -245,7 +245,7 @@ def test_registering_twice_replaces_and_taken_names_are_refused() -> None:
     assert _tree.encode_value(Mine()) == {"~": "leaf", "m": "mine-once", "k": ["value"], "v": [2]}
     for kind in (dict, int, torch.Tensor, torch.Size):
         with pytest.raises(UsageError, match="stored by aiockpt itself"):
-            register_leaf(kind, lambda value: 1, lambda value: value)  # type: ignore[type-var, misc]
+            register_leaf(kind, lambda value: 1, lambda value: value)
     with pytest.raises(UsageError, match="belongs to"):
         register_leaf(type("Other", (), {}), lambda value: 1, lambda value: value, name="mine-once")
     with pytest.raises(UsageError, match="wants a type"):

@@ -240,14 +240,16 @@ def _stepped(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) 
     return optimizer
 
 
+def _groups(params: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": params[:1], "lr": 0.1}, {"params": params[1:], "betas": (0.5, 0.9)}]
+
+
 OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "plain SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "Adam": lambda p: torch.optim.Adam(p, amsgrad=True),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), fused=True),
-    "groups": lambda p: torch.optim.AdamW(
-        [{"params": p[:1], "lr": 0.1}, {"params": p[1:], "betas": (0.5, 0.9)}]
-    ),
+    "groups": lambda p: torch.optim.AdamW(_groups(p)),
     "LBFGS": lambda p: torch.optim.LBFGS(p, history_size=3),
     "Adafactor": torch.optim.Adafactor,
     "Adagrad": torch.optim.Adagrad,
