@@ -70,7 +70,7 @@ async def test_a_forked_child_cannot_end_an_attempt(run: Path) -> None:
 
 
 async def test_sweeps_elsewhere_never_hit_a_living_save(run: Path) -> None:
-    """While another process sweeps without a pause, every save and every put goes through."""
+    """while another process sweeps again and again, every save and every put goes through."""
     store = LocalStore(run)
     with start("sweep-on", run) as child:
         assert child.stdout is not None
