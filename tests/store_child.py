@@ -47,14 +47,17 @@ def say(word: object) -> None:
     print(word, flush=True)
 
 
-async def die_in_files(path: str, fail_at: str) -> None:
-    """Save, and be killed at a call to the disk."""
-    await scripted(LocalStore(path, files=FaultyFiles(int(fail_at), "kill")))
-
-
-async def die_in_store(path: str, fail_at: str) -> None:
-    """Save, and be killed at an operation of the store."""
-    await scripted(FaultyStore(LocalStore(path), int(fail_at), "kill"))
+def die(base: str, *places: str) -> None:
+    """For each `name=n` save to `base/name` in a fork that is killed at its n-th call; `n!`: of the store."""
+    for place in places:
+        name, _, point = place.partition("=")
+        path, n = f"{base}/{name}", int(point.rstrip("!"))
+        dying = LocalStore(path, files=FaultyFiles(n, "kill")) if point.isdigit() else None
+        child = os.fork()  # not a process each: what takes long is the import
+        if child == 0:
+            asyncio.run(scripted(dying or FaultyStore(LocalStore(path), n, "kill")))
+            os._exit(0)
+        say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 async def race(path: str, number: str) -> None:
@@ -136,7 +139,7 @@ async def sweep_on(path: str) -> None:
     swept: list[str] = []
     say("ready")
     enough = Path(path, "enough")
-    while os.getppid() == parent and enough.parent.exists() and not enough.exists():  # noqa: ASYNC240
+    while os.getppid() == parent and enough.parent.exists() and not enough.exists():
         swept += await store.sweep()
         await asyncio.sleep(0.002)  # without it the kernel's journal hardly ever gets to a flush
     say(swept)
@@ -156,8 +159,10 @@ def start(*args: object) -> subprocess.Popen[str]:
 
 def main() -> None:
     """Run one command."""
-    todo = (die_in_files, die_in_store, race, hold, fork, sweep, sweep_on)
-    commands = {f.__name__.replace("_", "-"): f for f in todo}
+    if sys.argv[1] == "die":
+        die(*sys.argv[2:])
+        return
+    commands = {f.__name__.replace("_", "-"): f for f in (race, hold, fork, sweep, sweep_on)}
     run: Callable[..., Coroutine[Any, Any, None]] = commands[sys.argv[1]]
     asyncio.run(run(*sys.argv[2:]))
 

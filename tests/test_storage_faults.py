@@ -122,18 +122,11 @@ async def test_a_save_may_be_killed(tmp_path: Path) -> None:
     names = [text.split()[0] for text in files.operations[before:]]
     # The last of a kind: the flush after the rename, the manifest rather than the part.
     kills = [(kind, len(names) - 1 - names[::-1].index(kind)) for kind in KILLS]
-    children = []
-    for kind, n in kills:
-        path = tmp_path / kind
-        path.mkdir()
-        (path / "notes.txt").write_bytes(b"mine")
-        children.append(start("die-in-files", path, n))
-    (tmp_path / "store").mkdir()
-    (tmp_path / "store" / "notes.txt").write_bytes(b"mine")
-    children.append(start("die-in-store", tmp_path / "store", 7))
-    for child in children:
-        child.communicate()
-        assert child.returncode == -9
+    for kind in (*KILLS, "store"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "notes.txt").write_bytes(b"mine")
+    with start("die", tmp_path, *(f"{kind}={n}" for kind, n in kills), "store=7!") as child:
+        assert child.communicate()[0] == "-9\n" * 9
     rename = dict(kills)["rename"]
     for kind, n in [*kills, ("store", 0)]:
         path = tmp_path / kind

@@ -202,8 +202,9 @@ class RunFolder:
                 self.remove_tree(f"{path}/{name}")
                 continue
             self.unlink(f"{path}/{name}")
-            if name == MANIFEST:
-                # Before any data goes: after a power loss a half-removed step must be none.
+            if name == MANIFEST and not os.path.basename(path).startswith("."):
+                # Before any data goes: after a power loss a half-removed step must be none. Hidden folders
+                # never are one, and an attempt is to go even where a full disk refuses to flush.
                 self.files.sync_dir(path)
 
     def retire(self, name: str) -> None:
