@@ -52,7 +52,9 @@ def storage_of(tensor: Any) -> int:
     """An address that tells memory apart, 0 when there is none; sharded tensors by their own part."""
     local = getattr(tensor, "_local_tensor", tensor)
     try:
-        return int(local.untyped_storage().data_ptr())
+        # Not untyped_storage(): the tensor would keep that object for ever, and the garbage collector
+        # would visit one more a tensor.
+        return int(local.data_ptr() - local.storage_offset() * local.element_size()) if local.numel() else 0
     except (AttributeError, RuntimeError, NotImplementedError):
         return 0
 

@@ -241,6 +241,16 @@ def test_depth_is_bounded_by_path() -> None:
             _tree.flatten(state)
 
 
+def test_a_value_encoded_at_its_path_is_as_deep_as_in_its_state() -> None:
+    """What is encoded alone can be decoded where it belongs."""
+    deep: Any = 1
+    for _ in range(98):
+        deep = [deep]
+    assert _tree.decode_value(_tree.encode_value(deep, "a/b"), "a/b") == deep
+    with pytest.raises(UnsupportedStateError, match="nested deeper"):
+        _tree.encode_value([[[deep]]], "a/b")
+
+
 def test_all_problems_are_listed_in_order() -> None:
     """One call names everything that is wrong."""
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from .._paths import Key, key_text
+from .._paths import Key, key_text, split
 from .._plain import MAX_DEPTH, Json, all_native, is_native, pack, pack_dict
 from ..errors import UnsupportedStateError
 from ..values import Codec, Unsupported, class_name, codec_for, codec_of
@@ -74,7 +74,7 @@ def encode_value(value: object, path: str = "", *, allow_pickle: bool = False) -
         UnsupportedStateError: it holds a tensor, or something that cannot be stored.
     """
     walk = _Walk(allow_pickle)
-    walk.visit(value, path, 0)
+    walk.visit(value, path, len(split(path)))
     return walk.only_value()
 
 
@@ -88,6 +88,7 @@ class _Walk:
         self.cause: Exception | None = None
         self.seq = 0
         self.open: set[int] = set()
+        self.path = ""
         self.depth = 0
         self.aliases = Aliases(self.flat.tensors)
 
@@ -114,6 +115,8 @@ class _Walk:
         inner = _Walk(self.allow_pickle)
         inner.open = self.open
         inner.visit(value, "", self.depth + 1)
+        self.flat.stateful += inner.flat.stateful
+        self.flat.pickled += [self.path] * len(inner.flat.pickled)
         try:
             return inner.only_value()
         except UnsupportedStateError as error:
@@ -201,7 +204,7 @@ class _Walk:
         self.visit(state, path, depth + 1)
 
     def _explode(self, codec: Codec, value: Any, path: str, depth: int) -> None:
-        self.depth = depth
+        self.path, self.depth = path, depth
         try:
             meta, children = codec.explode(value, self)
         except Unsupported as verdict:
