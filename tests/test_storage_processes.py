@@ -22,6 +22,7 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 async def test_four_processes_and_one_name(tmp_path: Path) -> None:
     """Of several processes that save one step exactly one wins, whole; no litter stays."""
     run = tmp_path / "not" / "there"
