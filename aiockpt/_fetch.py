@@ -10,7 +10,6 @@ cancelled at any point, no thread is left inside a block and no file stays open.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -76,6 +75,12 @@ class Place:
             raise
         except OSError as error:
             raise StorageError.wrap(error, "open", file=file, step=self.step) from error
+
+    async def close(self, source: Source) -> None:
+        """Close one of its files."""
+        # What closing a file says after it was only read is no news about what was read.
+        with contextlib.suppress(OSError):
+            await source.aclose()
 
     def check_size(self, source: Source, file: str, nbytes: int) -> None:
         """Refuse a file of another length than the manifest says.
@@ -150,9 +155,13 @@ class Fetch:
             StorageError: the store failed.
         """
         jobs: list[int | Run] = []
+        seen: set[int] = set()
         # One file after the other, so that few are open: a header, then what is read of that file.
-        for shard, group in itertools.groupby(runs, key=lambda run: run.shard):
-            jobs += [shard, *group] if self.verify else group
+        for run in runs:
+            if self.verify and run.shard not in seen:
+                jobs.append(run.shard)
+            seen.add(run.shard)
+            jobs.append(run)
         async with self._opened(jobs) as files:
 
             async def work(job: int | Run) -> None:
@@ -199,10 +208,8 @@ class Fetch:
 
     async def _close(self, file: _Open) -> None:
         if file.source is not None:
-            # What closing a file says after it was only read is no news about what was read.
-            with contextlib.suppress(OSError):
-                await file.source.aclose()
-                file.source = None
+            source, file.source = file.source, None
+            await self.place.close(source)
 
     @asynccontextmanager
     async def block(self) -> AsyncIterator[Block]:

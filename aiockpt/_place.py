@@ -8,6 +8,7 @@ import time
 import uuid
 from typing import Any
 
+from ._door import translate
 from ._names import RESERVED, RUN_FILE, StepNames
 from .catalog import Catalog
 from .checkpoint import Checkpoint
@@ -137,11 +138,18 @@ class Places:
         return name, generation, folders if overwrite else []
 
     async def rewind(self, checkpoint: Checkpoint) -> None:
-        """Retire every committed step above the checkpoint's, newest first."""
+        """Retire every committed step above the checkpoint's, newest first.
+
+        Raises:
+            StorageError: the store failed; the steps it had come to are still there.
+        """
         for step in sorted(await self._catalog.steps(), reverse=True):
             if step > checkpoint.step:
-                for folder in reversed((await self._generations(step))[1]):
-                    await self._store.retire(folder)
+                try:
+                    for folder in reversed((await self._generations(step))[1]):
+                        await self._store.retire(folder)
+                except OSError as error:
+                    raise translate(error, "cannot retire", step=step) from error
         self.newest = checkpoint.step
 
     async def _generations(self, step: int) -> tuple[list[int], list[str]]:

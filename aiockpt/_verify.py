@@ -71,7 +71,7 @@ async def _check_file(fetch: Fetch, record: FileRecord) -> None:
         if await fetch.stream_digest(source, record.name, record.size) != record.digest:
             raise fetch.place.corrupt("the file does not match its checksum", record.name)
     finally:
-        await source.aclose()
+        await fetch.place.close(source)
 
 
 async def _check_header(fetch: Fetch, saved: Saved, number: int) -> None:
@@ -87,7 +87,7 @@ async def _check_header(fetch: Fetch, saved: Saved, number: int) -> None:
         data = bytearray(record.header)
         await fetch.place.read(source, record.name, 0, [memoryview(data)])
     finally:
-        await source.aclose()
+        await fetch.place.close(source)
     await offload(_check_header_bytes, fetch, saved, rows, record, data)
 
 
