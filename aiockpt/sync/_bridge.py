@@ -106,7 +106,8 @@ class Bridge:
         Args:
             make: makes the coroutine; called on the loop's thread, in a copy of the caller's context.
             timeout: seconds.
-            patient: do not cancel it when interrupted; the interrupt is raised afterwards.
+            patient: do not cancel it when interrupted; the interrupt is raised afterwards, or when
+                another one comes.
             gone: called instead, on the caller's thread, if the bridge closes first.
 
         Raises:
@@ -145,7 +146,7 @@ class Bridge:
             return not self._closing
 
     def _end(self, call: _Call[Any], *, patient: bool) -> None:
-        """Wait for a call that is given up; further interrupts change nothing."""
+        """Wait for a call that is given up. A further interrupt ends the wait of the patient only."""
         limit = None if patient else self.limit
         deadline = None if limit is None else time.monotonic() + limit
         asked = patient
@@ -157,8 +158,9 @@ class Bridge:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 self.overdue = not call.wait(left) or self.overdue
                 return
-            except BaseException:  # (one more Ctrl-C; the first one is raised in the end)
-                continue
+            except BaseException:  # one more Ctrl-C; the first one is raised in the end
+                if patient:
+                    return
 
     def ask(self, look: Callable[[], T]) -> T:
         """Call a quick function on the loop's thread, where nothing changes under its eyes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Coroutine
@@ -59,7 +60,7 @@ class Door(Generic[A]):
         """Say once that a loop which is running here stands still meanwhile."""
         if not self._warned and _loop_runs():
             self._warned = True
-            warn_running(f"aiockpt.{type(self).__name__}", stacklevel=5)
+            warn_running(f"aiockpt.{type(self).__name__}")
 
     def _run(self, make: Make[T]) -> T:
         return self._open().run(make)
@@ -91,7 +92,7 @@ def once(verb: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
     @functools.wraps(verb, COPIED)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if _loop_runs():
-            warn_running(f"aiockpt.{verb.__name__}", stacklevel=3)
+            warn_running(f"aiockpt.{verb.__name__}")
         bridge = Bridge("call")
         try:
             return bridge.run(lambda: verb(*args, **kwargs))
@@ -113,13 +114,13 @@ def like(
     return decorate
 
 
-def warn_running(instead: str, *, stacklevel: int) -> None:
-    """Say that the running loop stands still, and what would not make it."""
-    warnings.warn(
-        f"aiockpt.sync blocks the event loop that is running on this thread; `await` {instead} here instead",
-        RuntimeWarning,
-        stacklevel=stacklevel,
-    )
+def warn_running(instead: str) -> None:
+    """Say, where the call was made, that the running loop stands still, and what would not make it."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("aiockpt."):
+        level, frame = level + 1, frame.f_back
+    message = f"aiockpt.sync blocks the event loop that runs on this thread; `await` {instead} here instead"
+    warnings.warn(message, RuntimeWarning, stacklevel=level)
 
 
 def _loop_runs() -> bool:

@@ -92,7 +92,8 @@ class Saver(Door[saver.Saver]):
     def close(self) -> None:
         """Drain and close; any number of times. Leaving the `with` block does it.
 
-        Interrupted, it still drains, for at most `drain_timeout` seconds.
+        Interrupted (Ctrl-C), it still drains, for at most `drain_timeout` seconds, unless
+        interrupted again: then what is under way is cancelled.
 
         Raises:
             CheckpointError: a save failed and nobody was told; several: `SaveErrors`.
@@ -125,6 +126,8 @@ class Saver(Door[saver.Saver]):
         bridge: Bridge | None = getattr(self, "_bridge", None)
         if bridge is None or self._closed:
             return
+        # Whoever records the warning keeps its source, that is us: do not warn again at exit.
+        self._closed = True
         self._inner._owner.closed = True  # or it would warn, too
         if bridge.foreign:
             return
@@ -275,7 +278,7 @@ class Staging:
             bridge.run(self._staging.__aenter__)
         except BaseException:
             # Interrupted just when the save had begun: the body will not run, nobody waits for `staged`.
-            bridge.run(lambda: self._saver._inner._leave(self._request, failed=True), patient=True)
+            bridge.run(lambda: self._saver._inner._leave(self._request, failed=True))
             raise
         return self._saver._handle(self._request.pending)
 
@@ -305,7 +308,7 @@ def _leave() -> None:
     """Whoever forgot to close loses no staged save, and no exit takes longer than a drain."""
     for forgotten in list(_entered):
         bridge = forgotten._bridge
-        if bridge is None or bridge.foreign:
+        if bridge is None or bridge.foreign or forgotten._closed:
             continue
         message = _never_closed(forgotten._inner)
         try:
