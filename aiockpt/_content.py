@@ -105,18 +105,18 @@ class Content:
         assert self.captured is not None
         return self.captured.table
 
-    def fill(self, pool_for: Callable[[int], BlockPool]) -> tuple[BlockPool, list[Job]]:
+    def fill(self, pool_for: Callable[[SavePlan], BlockPool]) -> tuple[BlockPool, list[Job]]:
         """Copy everything on this thread, now; the state may change afterwards.
 
         Args:
-            pool_for: gives the pool, told how many bytes of whole blocks are needed.
+            pool_for: gives the pool.
 
         Raises:
             BusyError: the pool has not enough free blocks; nothing was kept.
         """
         captured = self.captured
         assert captured is not None
-        pool = pool_for(self.plan().block_bytes)
+        pool = pool_for(self.plan())
         plans = list(plan_blocks(captured.table, self.shards, pool.block_bytes))
         jobs = fill_all(plans, captured.table, captured.sources, pool)
         if jobs is None:

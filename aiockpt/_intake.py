@@ -99,6 +99,7 @@ class Intake:
                 message = f"step {request.step}: a thread is inside saver.mutating()"
                 raise BusyError(message, step=request.step)
             request.writer.fill_now(request.captured, self._saving.reserve.pool_now)
+            request.copied = True
         except BaseException:
             request.drop()
             raise

@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 from ._capture import Captured
 from ._manifest import PartRecord
 from ._records import UserFile
-from .pending import PendingSave
+from .pending import PendingSave, Phase
 from .writer import CheckpointWriter
 
 
@@ -49,6 +49,8 @@ class Request:
     """The commit has begun: it can no longer be cancelled."""
     started: bool = False
     """The task runs. One that is cancelled before that would never clean up."""
+    copied: bool = False
+    """An independent copy of everything existed before the task ran."""
     unwanted: bool = False
     """Cancelled before the task ran."""
     number: int = field(default_factory=itertools.count().__next__)
@@ -58,6 +60,11 @@ class Request:
     def step(self) -> int:
         """The step it saves."""
         return self.pending.step
+
+    @property
+    def needs_state(self) -> bool:
+        """Whether it still reads the caller's state."""
+        return not self.copied and self.pending.phase < Phase.STAGED
 
     def cancel(self) -> bool:
         """End it unless it is too late; returns whether it was not."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from ._cgroup import memory_left
+from ._content import SavePlan
 from ._memory import BLOCK_BYTES, BlockPool, ByteBudget, budget_warning, default_budget
 from ._threads import Lane, offload
 
@@ -32,14 +33,15 @@ class Reserve:
         if not self._fixed:
             self._left = await offload(memory_left, lane=Lane.CONTROL)
 
-    async def pool(self, needed: int) -> BlockPool:
-        """The pool for a state that `needed` bytes of whole blocks would hold."""
-        if self._pool is None or needed > self._pool.budget.total:
+    async def pool(self, plan: SavePlan) -> BlockPool:
+        """The pool for a save."""
+        if self._pool is None or plan.block_bytes > self._pool.budget.total:
             await self.open()
-        return self.pool_now(needed)
+        return self.pool_now(plan)
 
-    def pool_now(self, needed: int) -> BlockPool:
+    def pool_now(self, plan: SavePlan) -> BlockPool:
         """The same, by what was known last: reading the memory's limits would block the loop."""
+        needed = plan.block_bytes
         if self._pool is None:
             total = default_budget(needed, block_bytes=self.block_bytes, left=self._left)
             self._pool = BlockPool(ByteBudget(total), block_bytes=self.block_bytes)
@@ -48,7 +50,7 @@ class Reserve:
             left = self._left + self._pool.budget.used
             grown = default_budget(needed, block_bytes=self.block_bytes, left=left)
             self._pool.budget.total = max(self._pool.budget.total, grown)
-        warning = None if self._warned else budget_warning(needed, self._pool.budget.total)
+        warning = None if self._warned else budget_warning(plan.nbytes, self._pool.budget.total)
         if warning:
             self._warned = True
             log.warning(warning)

@@ -112,7 +112,7 @@ class Saving:
             request.step, overwrite=request.overwrite
         )
         plan = await writer.plan_captured(request.captured)
-        pool = await self.reserve.pool(plan.block_bytes)
+        pool = await self.reserve.pool(plan)
         writer.use(pool, pool.budget.next_order())
         writer.on_staged = partial(pending._reach, Phase.STAGED)
         pending._reach(Phase.PLANNED)

@@ -25,7 +25,7 @@ from .catalog import Catalog, LoadOptions
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, DrainTimeoutError, StorageError, UsageError
 from .layouts import Layout
-from .pending import PendingSave, Phase
+from .pending import PendingSave
 from .storage import Store, open_store
 from .writer import CheckpointWriter
 
@@ -117,7 +117,7 @@ class Saver(Intake):
             return
         # The body's exception goes through unchanged; what the saves have to say becomes notes.
         for request in list(self._saving.ledger.active):
-            if request.pending.phase < Phase.STAGED:
+            if request.needs_state:
                 request.cancel()
         try:
             await self.aclose()

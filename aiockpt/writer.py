@@ -167,7 +167,7 @@ class CheckpointWriter:
         """Take blocks from `pool`; saves with smaller `order` get theirs first."""
         self._pool, self._order = pool, order
 
-    def fill_now(self, captured: Captured, pool_for: Callable[[int], BlockPool]) -> None:
+    def fill_now(self, captured: Captured, pool_for: Callable[[SavePlan], BlockPool]) -> None:
         """Plan and copy everything on this thread, now; see `Content.fill`."""
         self._content.lay_out(captured)
         self._planned()
@@ -199,7 +199,7 @@ class CheckpointWriter:
 
     async def _begin(self, captured: Captured) -> None:
         if self._pool is None:
-            self._pool = await self._reserve.pool(self._content.plan().block_bytes)
+            self._pool = await self._reserve.pool(self._content.plan())
         self._attempt = await self.store.begin(self.name, self.save_id)
         filled, self._filled = self._filled, None
         self._pipeline = Pipeline(
