@@ -20,7 +20,7 @@ from .errors import CheckpointError
 __all__ = ["hand_over"]
 
 
-def hand_over(fit: Match, restored: Any, *, strict: bool, step: int) -> dict[str, Any]:
+def hand_over(fit: Match, restored: Any, *, strict: bool, step: int) -> dict[Any, Any]:
     """Finish a load into a target.
 
     Args:
@@ -31,7 +31,7 @@ def hand_over(fit: Match, restored: Any, *, strict: bool, step: int) -> dict[str
 
     Returns:
         The values of the target's top-level entries that are no tensors and did not load
-        themselves, by entry.
+        themselves, by the target's own keys.
 
     Raises:
         CheckpointError: an object refused its state; the entries before it are done.
@@ -43,11 +43,10 @@ def hand_over(fit: Match, restored: Any, *, strict: bool, step: int) -> dict[str
         entries = {text: (child, _child(result, fit.want, text)) for text, child in found}
     else:
         entries = {"": (fit.want, result)}
-    values: dict[str, Any] = {}
+    values: dict[Any, Any] = {}
     for text, (want, value) in entries.items():
         if not isinstance(want, (WantModule, WantObject, WantTensor)) and want.path not in fit.skip:
-            key = fit.want.keys[text] if isinstance(fit.want, WantBox) else ""
-            values[key if isinstance(key, str) else text] = value
+            values[fit.want.keys[text] if isinstance(fit.want, WantBox) else ""] = value
     return values
 
 

@@ -55,7 +55,7 @@ class Target:
         if self.tensor.requires_grad:
             self.tensor = self.tensor.detach()
         plain = _is_plain(self.tensor) and NAME.get(self.tensor.dtype) == self.dtype
-        self._flat = self.tensor.reshape(-1).view(torch.uint8) if plain else None
+        self._flat = _memory(self.tensor) if plain else None
 
     @property
     def direct(self) -> bool:
@@ -90,6 +90,12 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the logical, row-major content is the memory as it lies there."""
     on_host = tensor.device.type == "cpu" and tensor.is_contiguous()
     return on_host and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a plain tensor, as uint8."""
+    # Not reshape(-1): with at most one element any strides count as contiguous, and odd ones stay.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def make_fresh(path: str, dtype: str, shape: Shape, device: torch.device) -> Target:

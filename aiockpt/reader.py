@@ -40,8 +40,8 @@ class Loaded:
 
     state: Any
     """The state as saved (or the selected part); None for a load with `into=`."""
-    values: dict[str, Any]
-    """With `into=`: restored values by top-level entry of the target."""
+    values: dict[Any, Any]
+    """With `into=`: restored values by the keys of the target."""
     report: LoadReport
 
 
