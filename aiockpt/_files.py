@@ -71,6 +71,16 @@ class FileSystem:
         """The size of a file in bytes."""
         return os.stat(path).st_size
 
+    def free(self, path: str) -> int | None:
+        """Bytes that the file system of a folder says it can still take; None when it does not say."""
+        try:
+            stat = os.statvfs(path)
+        except OSError as error:
+            if error.errno in CANNOT or isinstance(error, FileNotFoundError):
+                return None
+            raise
+        return stat.f_bavail * stat.f_frsize if stat.f_blocks else None
+
     def exists(self, path: str) -> bool:
         """Whether there is anything by that name, a dangling link included."""
         return os.path.lexists(path)

@@ -210,6 +210,15 @@ class Store(Protocol):
             OSError: it cannot be made or written (EACCES, EROFS, ENOTDIR, ...).
         """
 
+    async def room(self) -> int | None:
+        """How many more bytes seem to fit; None where nobody can tell.
+
+        A guess that spares a save which cannot succeed: `Attempt.create` is what reserves.
+
+        Raises:
+            OSError: the store failed.
+        """
+
     async def begin(self, name: str, save_id: str) -> Attempt:
         """Begin a save that is to become `name`; it is alive as long as its writer is.
 

@@ -127,6 +127,9 @@ class LocalStore:
     async def prepare(self) -> None:
         await offload(self._run.prepare, lane=Lane.CONTROL)
 
+    async def room(self) -> int | None:
+        return await offload(self._run.files.free, self._run.path, lane=Lane.CONTROL)
+
     async def begin(self, name: str, save_id: str) -> Attempt:
         attempt = _LocalAttempt(self._run, check_name(name), check_save_id(save_id), self._io)
         await offload(attempt.start, lane=Lane.CONTROL, undo=lambda _: attempt.remove())

@@ -138,6 +138,10 @@ class MemoryStore:
         await _turn()
         self._bucket.exists = True
 
+    async def room(self) -> int | None:
+        await _turn()
+        return None
+
     async def begin(self, name: str, save_id: str) -> Attempt:
         await _turn()
         attempt = _MemoryAttempt(self, self._bucket, check_name(name), check_save_id(save_id))

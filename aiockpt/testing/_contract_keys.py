@@ -43,6 +43,14 @@ class KeyContract:
         """`raw_files`, off the loop's thread."""
         return dict(await offload(self.raw_files, store, lane=Lane.CONTROL))
 
+    async def test_room_is_a_number_or_unknown(self, tmp_path: Path) -> None:
+        """What fits is told in bytes, before and after something was written, or not at all."""
+        store = await self.ready(tmp_path)
+        for _ in range(2):
+            room = await store.room()
+            assert room is None or room >= 0
+            await store.put("some", b"bytes")
+
     async def test_prepare_makes_an_empty_run(self, tmp_path: Path) -> None:
         """A run is missing until it is prepared, and preparing twice is fine."""
         store = self.make_store(tmp_path)

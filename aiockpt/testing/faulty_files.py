@@ -100,6 +100,9 @@ class FaultyFiles(FileSystem):
     def stat_size(self, path: str) -> int:
         return self._call("stat_size", path, super().stat_size, path)
 
+    def free(self, path: str) -> int | None:
+        return self._call("free", path, super().free, path)
+
     def exists(self, path: str) -> bool:
         return self._call("exists", path, super().exists, path)
 

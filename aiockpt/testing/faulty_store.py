@@ -97,6 +97,9 @@ class FaultyStore:
     async def prepare(self) -> None:
         await self.call("store.prepare", self.url, self.inner.prepare, writes=True)
 
+    async def room(self) -> int | None:
+        return await self.call("store.room", self.url, self.inner.room)
+
     async def begin(self, name: str, save_id: str) -> Attempt:
         begin = self.inner.begin
         attempt = await self.call("store.begin", name, lambda: begin(name, save_id), writes=True)
