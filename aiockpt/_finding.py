@@ -34,7 +34,7 @@ Found = tuple[Checkpoint, Manifest]
 
 log = logging.getLogger("aiockpt")
 
-TRIES: Final = 50
+TRIES: Final = 500
 """How often in a row the step we are at may be deleted before we give up."""
 
 

@@ -6,6 +6,7 @@ import gc
 import re
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from aiockpt._manifest import PIECE_BYTES
 from aiockpt.testing import FaultyStore
 from tests.leaks import descriptors, threads
-from tests.make_checkpoint import Made, alike
+from tests.make_checkpoint import alike
 
 MIB = 1 << 20
 SMALL = 2 * PIECE_BYTES
@@ -49,12 +50,11 @@ def quiet() -> None:
     assert all(thread.daemon for thread in threads())
 
 
-def flip(made: Made, name: str, at: int) -> None:
+def flip(folder: Path, name: str, at: int) -> None:
     """Change one bit of a file."""
-    file = made.folder / name
-    data = bytearray(file.read_bytes())
-    data[at] ^= 1
-    file.write_bytes(data)
+    data = bytearray((folder / name).read_bytes())
+    data[at] ^= 4
+    (folder / name).write_bytes(data)
 
 
 def net(width: int = 5) -> nn.Sequential:

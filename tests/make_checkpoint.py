@@ -54,15 +54,19 @@ class Made:
     meta: Any = None
     format: Any = FORMAT
     parts: int = 1
+    prefix: str = ""
 
     def records(self) -> list[FileRecord]:
         """What the manifest says of the files."""
         part = encode_part(self.part)
-        found = [FileRecord(part_name(rank), "part", len(part), digest(part)) for rank in range(self.parts)]
+        found = [
+            FileRecord(self.prefix + part_name(rank), "part", len(part), digest(part))
+            for rank in range(self.parts)
+        ]
         found += [FileRecord(s.name, "shard", s.size, s.digest()) for s in self.part.shards]
         return found + [FileRecord(name, "user", len(data), digest(data)) for name, data in self.user.items()]
 
-    def manifest(self) -> bytes:
+    def manifest(self, records: list[FileRecord] | None = None) -> bytes:
         """The manifest's bytes, sealed."""
         return encode_manifest(
             Manifest(
@@ -74,18 +78,18 @@ class Made:
                 metrics=self.metrics,
                 meta=self.meta,
                 items=[],
-                files=self.records(),
+                files=records or self.records(),
             )
         )
 
-    def write(self) -> Path:
-        """Put all files on disk."""
+    def write(self, records: list[FileRecord] | None = None) -> Path:
+        """Put all files on disk, with a manifest that names them (or `records`)."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for rank in range(self.parts):
-            (self.folder / part_name(rank)).write_bytes(encode_part(self.part))
+            (self.folder / (self.prefix + part_name(rank))).write_bytes(encode_part(self.part))
         for name, data in {**self.shards, **self.user}.items():
             (self.folder / name).write_bytes(data)
-        (self.folder / MANIFEST).write_bytes(self.manifest())
+        (self.folder / MANIFEST).write_bytes(self.manifest(records))
         return self.folder
 
 
@@ -98,6 +102,7 @@ def make_checkpoint(
     user: Mapping[str, bytes] | None = None,
     layout: PerItem | None = None,
     allow_pickle: bool = False,
+    prefix: bool = False,
     **facts: Any,
 ) -> Made:
     """Write a state as a committed step of the run.
@@ -110,6 +115,7 @@ def make_checkpoint(
         user: the user's own files.
         layout: which tensor goes where.
         allow_pickle: pickle what nothing else can store.
+        prefix: put the save id in front of files' names, as on stores without folders.
         **facts: `metrics`, `meta`, `format` of the manifest.
     """
     flat = _tree.flatten(state, allow_pickle=allow_pickle)
@@ -118,10 +124,11 @@ def make_checkpoint(
         alias = flat.tensor_alias[i]
         dtype, shape = NAME[tensor.dtype], tuple(tensor.shape)
         table.add(flat.tensor_seq[i], flat.tensor_paths[i], dtype, shape, flat.tensor_flags[i], alias)
-    plans = plan_shards(table, layout or PerItem())
+    save_id = new_save_id()
+    front = f"{save_id[:8]}-" if prefix else ""
+    plans = plan_shards(table, layout or PerItem(), prefix=front)
     data = {plan.name: plan.header + _data(table, flat, plan) for plan in plans}
     dtypes, pages = encode_table(table)
-    save_id = new_save_id()
     part = Part(
         format=FORMAT,
         rank=0,
@@ -134,7 +141,7 @@ def make_checkpoint(
         nodes=[encode_page(NodePage(flat.node_seq, flat.node_paths, flat.node_tags, flat.node_metas))],
     )
     folder = run / (name or StepNames().folder(step))
-    made = Made(folder, step, save_id, part, data, dict(user or {}), **facts)
+    made = Made(folder, step, save_id, part, data, dict(user or {}), prefix=front, **facts)
     made.write()
     return made
 

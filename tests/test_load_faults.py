@@ -137,7 +137,7 @@ async def test_two_loads_share_a_budget(tmp_path: Path) -> None:
     """Loads of one catalog at the same time share its blocks without deadlock."""
     state = mixed()
     make_checkpoint(tmp_path, state, 1)
-    async with Catalog(tmp_path, budget=2 * PIECE_BYTES) as catalog:
+    async with Catalog(tmp_path, budget=SMALL) as catalog:
         loaded = await asyncio.gather(*(catalog.load() for _ in range(4)))
     assert all(alike(one, state) for one in loaded)
 

@@ -49,7 +49,7 @@ async def test_a_small_budget_is_enough(tmp_path: Path) -> None:
 async def test_verify_false_skips_the_data_only(tmp_path: Path) -> None:
     """Without verification a flipped bit of the data comes through; atomic is refused then."""
     made = make_checkpoint(tmp_path, {"a": torch.zeros(MIB)}, 1)
-    flip(made, next(iter(made.shards)), -1)
+    flip(made.folder, next(iter(made.shards)), -1)
     loaded = await load(tmp_path, verify=False)
     assert int((loaded["a"] != 0).sum()) == 1
     with pytest.raises(UsageError, match="atomic"):
