@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+from . import sync
 from ._memory import ByteBudget
 from ._version import __version__
 from .catalog import Catalog, latest, load
@@ -88,4 +89,5 @@ __all__ = [
     "load",
     "open_store",
     "register_leaf",
+    "sync",
 ]
