@@ -17,6 +17,7 @@ from ._plan import ShardPlan, plan_blocks, plan_shards
 from ._records import UserFile, check_files, content_of, count_items, encode_extra, put_file
 from ._table import TensorTable
 from ._threads import Lane, offload
+from ._witness import Witness
 from .errors import BusyError, UsageError
 from .layouts import Layout
 from .storage import Attempt
@@ -71,6 +72,7 @@ class Content:
         self.save_id = save_id
         self.captured: Captured | None = None
         self.shards: list[ShardPlan] = []
+        self.witness: Witness | None = None
         self._rank, self._world = rank, world
         self._layout = layout
         self._extra = encode_extra(metrics, meta, step)
@@ -90,6 +92,11 @@ class Content:
             message = f"files= may not use the name {clash[0]!r}: the checkpoint needs it"
             raise UsageError(message, step=self.step)
         self.shards = shards
+
+    def bear_witness(self) -> None:
+        """Remember what the state was; reads all of it, so in a thread."""
+        assert self.captured is not None
+        self.witness = Witness(self.table, self.shards, self.captured.sources, self.step)
 
     def plan(self) -> SavePlan:
         """What will be written."""

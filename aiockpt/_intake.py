@@ -91,7 +91,7 @@ class Intake:
 
     def _staging(self, request: Request) -> Staging:
         call = self._call("staging", request, partial(self._stage, request))
-        return Staging(call, partial(self._start, request), partial(self._leave, request))
+        return Staging(call, partial(self._start_watched, request), partial(self._leave, request))
 
     def _copy_now(self, request: Request) -> PendingSave:
         try:
@@ -119,10 +119,23 @@ class Intake:
         return self._saving.begin(request)
 
     async def _start(self, request: Request) -> PendingSave:
+        await self._hold(request)
+        return self._begin(request)
+
+    async def _start_watched(self, request: Request) -> PendingSave:
+        """Start a save whose caller runs on while it reads the state."""
+        await self._hold(request)
+        try:
+            await request.writer.watch(request.captured)
+        except BaseException:
+            request.drop()
+            raise
+        return self._begin(request)
+
+    async def _hold(self, request: Request) -> None:
         if request.held is None:  # a thread was inside `mutating()` at the call
             await self._exclusion.read()
             request.capture()
-        return self._begin(request)
 
     async def _stage(self, request: Request) -> PendingSave:
         await self._start(request)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -29,6 +29,7 @@ from ._plan import BlockPlan, ShardPlan, plan_blocks
 from ._stage import fill_block
 from ._table import TensorTable
 from ._threads import Lane, offload, settle
+from ._witness import Witness
 from .errors import DrainTimeoutError
 from .storage import Attempt, Sink
 
@@ -68,8 +69,8 @@ class _File:
     done: bool = False
 
 
-Job = tuple[BlockPlan, Block, int]
-"""A filled block, and how many bytes of it are to be written."""
+Job = tuple[BlockPlan, Block, int, str]
+"""A filled block, how many bytes of it are to be written, and its digests ("": not known yet)."""
 
 
 def fill_all(
@@ -83,8 +84,8 @@ def fill_all(
             block = pool.acquire_nowait(order)
             if block is None:
                 break
-            jobs.append((plan, block, 0))
-            jobs[-1] = (plan, block, fill_block(block.tensor, plan, table, sources))
+            jobs.append((plan, block, 0, ""))
+            jobs[-1] = (plan, block, fill_block(block.tensor, plan, table, sources), "")
         else:
             return jobs
     except BaseException:
@@ -113,6 +114,7 @@ class Pipeline:
         progress: counted up as bytes move.
         staged: called on the loop once the last byte of the state was copied.
         filled: all the blocks, if they have been filled already; they are ours now.
+        witness: knows what the blocks have to contain.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class Pipeline:
         progress: Progress,
         staged: Callable[[], None],
         filled: Sequence[Job] | None = None,
+        witness: Witness | None = None,
     ) -> None:
         self._attempt = attempt
         self._table = table
@@ -136,6 +139,7 @@ class Pipeline:
         self._order = order
         self._progress = progress
         self._staged = staged
+        self._witness = witness
         self._files = [_File(shard) for shard in shards]
         self._queue: asyncio.Queue[Job | None] = asyncio.Queue()
         self._filled = filled is not None
@@ -176,19 +180,30 @@ class Pipeline:
         return ShardRecord(name, len(plan.header), plan.nbytes, file.header_digest, "".join(file.pieces))
 
     async def _stage_all(self) -> None:
-        for plan in plan_blocks(self._table, self._shards, self._pool.block_bytes):
+        plans = plan_blocks(self._table, self._shards, self._pool.block_bytes)
+        # Planned in the thread too, one block ahead: thousands of small leaves lie in one.
+        plan = await offload(next, plans, None, lane=Lane.STAGE)
+        while plan is not None:
             block = await self._pool.acquire(self._order)
             try:
-                padded = await offload(self._fill, block, plan, lane=Lane.STAGE)
+                padded, pieces, following = await offload(self._fill, block, plan, plans, lane=Lane.STAGE)
             except BaseException:
                 self._pool.release(block)
                 raise
             self._progress.add(staged=plan.nbytes)
-            self._queue.put_nowait((plan, block, padded))
+            self._queue.put_nowait((plan, block, padded, pieces))
+            plan = following
 
-    def _fill(self, block: Block, plan: BlockPlan) -> int:
+    def _fill(
+        self, block: Block, plan: BlockPlan, plans: Iterator[BlockPlan]
+    ) -> tuple[int, str, BlockPlan | None]:
         # `block.tensor` maps the memory on first use, which belongs into the thread.
-        return fill_block(block.tensor, plan, self._table, self._sources)
+        padded = fill_block(block.tensor, plan, self._table, self._sources)
+        pieces = ""
+        if self._witness is not None:
+            pieces = piece_digests(block.view[: plan.nbytes])
+            self._witness.check(plan, pieces)
+        return padded, pieces, next(plans, None)
 
     async def _write_all(self, group: TaskGroup) -> None:
         for file in self._files:
@@ -196,17 +211,17 @@ class Pipeline:
                 file.done = True
                 await self._finish(file)
         while (job := await self._queue.get()) is not None:
-            plan, block, padded = job
+            plan, block, padded, pieces = job
             file = self._files[plan.shard]
             try:
-                await self._write(file, plan, block, padded)
+                await self._write(file, plan, block, padded, pieces)
             finally:
                 self._pool.release(block)
             if file.turn >= file.plan.nbytes:
                 group.start_soon(self._finish, file)
 
-    async def _write(self, file: _File, plan: BlockPlan, block: Block, padded: int) -> None:
-        pieces = await offload(piece_digests, block.view[: plan.nbytes], lane=Lane.BULK)
+    async def _write(self, file: _File, plan: BlockPlan, block: Block, padded: int, pieces: str) -> None:
+        pieces = pieces or await offload(piece_digests, block.view[: plan.nbytes], lane=Lane.BULK)
         while file.turn != plan.offset:
             moved = file.moved
             await moved.wait()

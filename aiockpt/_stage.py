@@ -43,7 +43,7 @@ def fill_block(
         for row, first, nbytes, at in plan.parts:
             tensor = _resolve(sources[row], table, row)
             whole = first == 0 and nbytes == table.nbytes[row]
-            if whole and nbytes <= PACK_BYTES and _plain(tensor):
+            if whole and nbytes <= PACK_BYTES and is_plain(tensor):
                 flat = bits(tensor).view(-1)
                 if pack and flat.dtype != pack[0].dtype:
                     _flush(block, start, pack)
@@ -51,7 +51,7 @@ def fill_block(
                 pack.append(flat)
                 continue
             _flush(block, start, pack)
-            _copy(block[at : at + nbytes], tensor, first, nbytes)
+            copy_part(block[at : at + nbytes], tensor, first, nbytes)
         _flush(block, start, pack)
         padded = -(-plan.nbytes // PAGE) * PAGE
         # Blocks are reused: without this the pad would carry another tensor's bytes.
@@ -59,7 +59,8 @@ def fill_block(
         return padded
 
 
-def _plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory, from front to back, is what is stored."""
     return (
         tensor.device.type == "cpu"
         and tensor.is_contiguous()
@@ -76,9 +77,9 @@ def _flush(block: torch.Tensor, start: int, pack: list[torch.Tensor]) -> None:
     pack.clear()
 
 
-def _copy(out: torch.Tensor, tensor: torch.Tensor, first: int, nbytes: int) -> None:
+def copy_part(out: torch.Tensor, tensor: torch.Tensor, first: int, nbytes: int) -> None:
     """Copy bytes [first, first + nbytes) of the tensor's logical, row-major content."""
-    if _plain(tensor):
+    if is_plain(tensor):
         out.copy_(bits(tensor).view(-1).view(torch.uint8)[first : first + nbytes])
         return
     size = tensor.element_size()

@@ -96,10 +96,9 @@ class CheckpointWriter:
         """What `finish` returned: it is committed."""
         extra = {"metrics": metrics, "meta": meta, "files": files}
         self._content = Content(step, self.save_id, rank, world, layout or PerItem(), **extra)
-        self._pool = pool
+        self._pool, self._order = pool, 0
         self._reserve = Reserve(None)  # for those who bring no pool
         self._allow_pickle = allow_pickle
-        self._order = 0
         self._filled: list[Job] | None = None
         self._pipeline: Pipeline | None = None
         self._attempt: Attempt | None = None
@@ -163,6 +162,11 @@ class CheckpointWriter:
         self.progress.total = plan.nbytes
         return plan
 
+    async def watch(self, captured: Captured) -> None:
+        """Plan it, and see to it that what is written is the state as it is now."""
+        await self.plan_captured(captured)
+        await self._guard(offload(self._content.bear_witness, lane=Lane.STAGE), "cannot read")
+
     def use(self, pool: BlockPool, order: int) -> None:
         """Take blocks from `pool`; saves with smaller `order` get theirs first."""
         self._pool, self._order = pool, order
@@ -212,6 +216,7 @@ class CheckpointWriter:
             progress=self.progress,
             staged=self._note_staged,
             filled=filled,
+            witness=self._content.witness,
         )
         self._task = asyncio.get_running_loop().create_task(self._pipeline.run())
         # Its end, good or bad, must wake whoever waits for `staged`.
