@@ -105,7 +105,7 @@ async def test_no_latest_is_ever_half_there(tmp_path: Path) -> None:
                 assert found is not None
                 assert found.skipped == ()
                 assert_exact(await aiockpt.load(run), big_state(found.step))
-            child.stdin.close()
+            child.communicate()
         over.set()
     assert seen
     async with Saver(run) as saver:
@@ -133,7 +133,7 @@ async def test_dead_saves_are_swept_and_living_ones_and_users_files_are_not(tmp_
             child.stdin.write(f"{delay}\n")
             child.stdin.flush()
             assert child.stdout.readline() == "-9\n"
-        child.stdin.close()
+        child.communicate()
     with start("hold", run, 10**6) as living:
         assert living.stdin is not None
         assert living.stdout is not None

@@ -323,7 +323,7 @@ async def load_into(catalog: Catalog) -> int:
 async def latest(catalog: Catalog) -> int | None:
     """Ask for the newest."""
     found = await catalog.latest("full")
-    return found and found.step
+    return None if found is None else found.step
 
 
 async def verify(catalog: Catalog) -> int:
@@ -377,14 +377,15 @@ async def test_restoring_through_a_saver_may_fail_at_any_operation(tmp_path: Pat
     async with entered(store) as saver:
         for n in itertools.count():
             counter.faults.fired = False
-            into = {"optim": {"m": torch.zeros(9_000, dtype=torch.int64), "step": 0}}
+            moments = torch.zeros(9_000, dtype=torch.int64)
+            into = {"optim": {"m": moments, "step": 0}}
             arm(counter, n)
             error = await attempt(lambda into=into: saver.restore(into, atomic=True))  # type: ignore[misc]
             fired = counter.fired
             counter.heal()
             check_error(error, errno.EIO)
             expected = state_of(OLD)["optim"]["m"]
-            assert torch.equal(into["optim"]["m"], torch.zeros_like(expected) if error else expected)
+            assert torch.equal(moments, torch.zeros_like(expected) if error else expected)
             if not fired:
                 assert n > 5
                 break
