@@ -163,8 +163,8 @@ def poisoned() -> Iterator[None]:
     threads = torch.get_num_threads()
 
     def note(pool: BlockPool, *args: Any, **options: Any) -> None:
-        _pools.append(pool)
         make(pool, *args, **{"block_bytes": 1 << 20, **options})
+        _pools.append(pool)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BlockPool, "poison", True)
