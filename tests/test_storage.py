@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from aiockpt.errors import UsageError
-from aiockpt.storage import MANIFEST, Attempt, Entry, Sink, Store, open_store
+from aiockpt.storage import MANIFEST, Attempt, Entry, Sink, Store, Wanted, open_store
 from aiockpt.storage.local import LocalStore
 from aiockpt.storage.memory import MemoryStore
 from aiockpt.testing import StoreContract
@@ -56,8 +56,9 @@ class SweepsTheLiving(Bad):
 
 
 class RetiresAttempts(Bad):
-    async def retire(self, name: str) -> None:
+    async def retire(self, name: str, *, unless: Wanted | None = None) -> bool:
         await self.delete_folder(name)
+        return True
 
 
 class _Wrapped(Bad):

@@ -22,7 +22,7 @@ import importlib
 import os
 import pkgutil
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast, runtime_checkable
 
@@ -35,6 +35,7 @@ __all__ = [
     "Sink",
     "Source",
     "Store",
+    "Wanted",
     "check_filename",
     "check_key",
     "check_name",
@@ -58,6 +59,10 @@ class Entry:
     size: int | None
     """Bytes of a file; None for a folder."""
     is_folder: bool
+
+
+Wanted = Callable[[], Awaitable[bool]]
+"""Asks whether somebody wants a step that is about to be removed."""
 
 
 class Source(Protocol):
@@ -250,8 +255,16 @@ class Store(Protocol):
             The names of the removed attempts, sorted.
         """
 
-    async def retire(self, name: str) -> None:
+    async def retire(self, name: str, *, unless: Wanted | None = None) -> bool:
         """Make a committed step invisible at once, durably, then remove its files.
+
+        Args:
+            name: the step's folder.
+            unless: asked while the step is invisible already and its files are all there;
+                if it says True, or fails, the step becomes visible again.
+
+        Returns:
+            Whether it went.
 
         A missing one is no error; unfinished attempts of that name are not touched.
         Once it is invisible nothing is an error any more: files that cannot be removed

@@ -207,19 +207,33 @@ class RunFolder:
                 # never are one, and an attempt is to go even where a full disk refuses to flush.
                 self.files.sync_dir(path)
 
-    def retire(self, name: str) -> None:
-        """Move a step aside, then remove it."""
+    def set_aside(self, name: str) -> str | None:
+        """Make a step invisible, durably; returns where it is now, None when there was none."""
         path, aside = f"{self.path}/{name}", f"{self.path}/.{name}.{uuid.uuid4().hex}.retired"
         if not self.is_folder(path):
             if self.files.exists(path):
                 raise failure(errno.ENOTDIR, path)
-            return
+            return None
         try:
             self.files.rename(path, aside)
         except OSError:
             if self.files.exists(path):
                 raise  # else it was done, by us with the reply lost, or by another process
         self.files.sync_dir(self.path)
+        return aside
+
+    def bring_back(self, aside: str, name: str) -> None:
+        """Make a step visible again that was set aside."""
+        path = f"{self.path}/{name}"
+        try:
+            self.files.rename(aside, path)
+        except OSError:
+            if self.files.exists(aside):
+                raise  # else it was done, and only the reply got lost
+        self.files.sync_dir(self.path)
+
+    def remove_aside(self, aside: str) -> None:
+        """Remove a step that was set aside; what cannot be removed is left to a sweep."""
         self._attempt_to(self.remove_tree, aside)
 
     def sweep(self) -> list[str]:

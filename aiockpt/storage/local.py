@@ -35,10 +35,11 @@ import errno
 import os
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from urllib.parse import unquote
 
 from .._files import FileSystem, Io, Lock, RangeFile
-from .._threads import Lane, offload
+from .._threads import Lane, offload, settle
 from ..errors import UsageError
 from . import (
     MANIFEST,
@@ -46,6 +47,7 @@ from . import (
     Entry,
     Sink,
     Source,
+    Wanted,
     check_filename,
     check_key,
     check_name,
@@ -145,8 +147,18 @@ class LocalStore:
     async def sweep(self) -> builtins.list[str]:
         return await offload(self._run.sweep, lane=Lane.CONTROL)
 
-    async def retire(self, name: str) -> None:
-        await offload(self._run.retire, check_name(name), lane=Lane.CONTROL)
+    async def retire(self, name: str, *, unless: Wanted | None = None) -> bool:
+        aside = await offload(self._run.set_aside, check_name(name), lane=Lane.CONTROL)
+        if aside is None:
+            return True
+        try:
+            wanted = unless is not None and await unless()
+        except BaseException:
+            await settle(offload(self._run.bring_back, aside, name, lane=Lane.CONTROL))
+            raise
+        act = partial(self._run.bring_back, aside, name) if wanted else partial(self._run.remove_aside, aside)
+        await offload(act, lane=Lane.CONTROL)
+        return not wanted
 
     async def aclose(self) -> None:
         for attempt in list(self._begun):

@@ -27,6 +27,7 @@ from . import (
     Entry,
     Sink,
     Source,
+    Wanted,
     check_filename,
     check_key,
     check_name,
@@ -166,11 +167,21 @@ class MemoryStore:
             _drop(self._bucket, attempts.pop(key).keys)
         return sorted(name for name, _ in stale)
 
-    async def retire(self, name: str) -> None:
+    async def retire(self, name: str, *, unless: Wanted | None = None) -> bool:
         await _turn()
-        self._bucket.files.pop(f"{check_name(name)}/{MANIFEST}", None)
+        key = f"{check_name(name)}/{MANIFEST}"
+        manifest = self._bucket.files.pop(key, None)
+        wanted = True
+        try:
+            wanted = manifest is not None and unless is not None and await unless()
+        finally:
+            if wanted and manifest is not None:
+                self._bucket.files.setdefault(key, manifest)
+        if wanted:
+            return False
         busy = {key for upload in self._bucket.attempts.values() for key in upload.keys}
         _drop(self._bucket, set(self._bucket.under(name)) - busy)
+        return True
 
     async def aclose(self) -> None:
         self.closed = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,33 @@ class StoreContract(KeyContract):
         assert await self.raw(store) == {k: v for k, v in other.items() if k.startswith("step-10/")}
         await write_step(store, "step-1", {"a": b"new"})
         assert await read_step(reader, "step-1") == [b"new"]
+
+    async def test_retire_asks_again(self, tmp_path: Path) -> None:
+        """A step is asked for while it is invisible; wanted, or not to be known, it comes back whole."""
+        store, reader = await self.ready(tmp_path), self.make_store(tmp_path)
+        await write_step(store, "step", {"a": b"old"})
+        before = await self.raw(store)
+        seen = []
+
+        async def wanted() -> bool:
+            seen.append(await exists(reader, "step"))
+            return True
+
+        async def broken() -> bool:
+            raise OSError(errno.EIO, "cannot tell")
+
+        assert not await store.retire("step", unless=wanted)
+        assert seen == [False]
+        with pytest.raises(OSError, match="cannot tell"):
+            await store.retire("step", unless=broken)
+        assert await self.raw(store) == before
+        assert await read_step(reader, "step") == [b"old"]
+
+        async def unwanted() -> bool:
+            return False
+
+        assert await store.retire("step", unless=unwanted)
+        assert await self.raw(store) == {}
 
     async def test_retire_spares_attempts(self, tmp_path: Path) -> None:
         """An attempt for the name of a retired step goes on and may take its place."""

@@ -8,7 +8,7 @@ import errno as errnos
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from ..storage import Attempt, Entry, Sink, Source, Store
+from ..storage import Attempt, Entry, Sink, Source, Store, Wanted
 from ._faults import Faults, Kind
 
 __all__ = ["FaultyStore"]
@@ -112,8 +112,8 @@ class FaultyStore:
     async def sweep(self) -> builtins.list[str]:
         return await self.call("store.sweep", self.url, self.inner.sweep)
 
-    async def retire(self, name: str) -> None:
-        await self.call("store.retire", name, lambda: self.inner.retire(name))
+    async def retire(self, name: str, *, unless: Wanted | None = None) -> bool:
+        return await self.call("store.retire", name, lambda: self.inner.retire(name, unless=unless))
 
     async def aclose(self) -> None:
         await self.call("store.aclose", self.url, self.inner.aclose)
