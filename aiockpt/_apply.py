@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ._match import Match
-from ._tree import find
+from ._tree import find, join
 from ._wants import Want, WantBox, WantModule, WantObject, WantTensor, WantValue, is_array
 from .errors import CheckpointError
 
@@ -37,21 +37,18 @@ def hand_over(fit: Match, restored: Any, *, strict: bool, step: int) -> dict[Any
         CheckpointError: an object refused its state; the entries before it are done.
     """
     giver = _Giver(fit, restored, strict, step)
-    result = giver.give(fit.want)
-    if isinstance(fit.want, WantBox):
-        found = fit.want.children.items()
-        entries = {text: (child, _child(result, fit.want, text)) for text, child in found}
-    else:
-        entries = {"": (fit.want, result)}
-    values: dict[Any, Any] = {}
-    for text, (want, value) in entries.items():
-        if not isinstance(want, (WantModule, WantObject, WantTensor)) and want.path not in fit.skip:
-            values[fit.want.keys[text] if isinstance(fit.want, WantBox) else ""] = value
-    return values
+    want = fit.want
+    result = giver.give(want)
+    if not isinstance(want, WantBox):
+        return {} if _holds_its_own(want) or want.path in fit.skip else {"": result}
+    plain = [*want.plain, *(text for text, child in want.children.items() if not _holds_its_own(child))]
+    names = [text for text in plain if join(want.path, text) not in fit.skip]
+    return {key: result[key] for key in map(want.key, names)}
 
 
-def _child(result: Any, box: WantBox, text: str) -> Any:
-    return result[box.keys[text]]
+def _holds_its_own(want: Want) -> bool:
+    """Whether the target's object itself is where the restored values are."""
+    return isinstance(want, (WantModule, WantObject, WantTensor))
 
 
 class _Giver:
@@ -93,17 +90,18 @@ class _Giver:
 
     def _box(self, want: WantBox) -> Any:
         """Descend; put new children in place, or make a new tuple around them."""
+        new = {want.key(text): self.give(child) for text, child in want.children.items()}
+        for text in want.plain:
+            path = join(want.path, text)
+            if path in self.fit.fresh:
+                new[want.key(text)] = find(self.restored, path)
         box = want.obj
-        children = {text: self.give(child) for text, child in want.children.items()}
         if isinstance(box, tuple):
-            return (
-                type(box)(children.values())
-                if type(box) is tuple
-                else tuple.__new__(type(box), children.values())
-            )
-        for text, value in children.items():
-            if box[want.keys[text]] is not value:
-                box[want.keys[text]] = value
+            made = (new.get(i, child) for i, child in enumerate(box))
+            return tuple(made) if type(box) is tuple else tuple.__new__(type(box), made)
+        for key, value in new.items():
+            if box[key] is not value:
+                box[key] = value
         return box
 
     def _call(self, path: str, function: Any, *args: Any, **options: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import torch
 
@@ -12,6 +13,8 @@ __all__ = ["Devices", "MapLocation"]
 
 MapLocation = None | str | torch.device | Callable[[str], str | torch.device]
 """None (host memory), a device, or a function from a tensor's path to its device."""
+
+_HOST: Final = torch.device("cpu")
 
 
 class Devices:
@@ -54,7 +57,7 @@ class Devices:
             UsageError: its device cannot be used here, or the function is none from path to device.
         """
         if self._map is None or host or (dtype == "uint8" and shape == (self._rng_bytes,)):
-            return torch.device("cpu")
+            return _HOST
         return self._usable(self._map(path) if callable(self._map) else self._map, path)
 
     def _usable(self, name: str | torch.device, path: str) -> torch.device:

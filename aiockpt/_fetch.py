@@ -22,12 +22,13 @@ import xxhash
 from ._manifest import HEX, PIECE_BYTES, ShardRecord, digest
 from ._memory import Block, BlockPool
 from ._reads import Run
-from ._targets import Target
+from ._table import TensorTable
+from ._targets import Targets
 from ._threads import offload
 from .errors import CorruptCheckpointError, StorageError
 from .storage import Source, Store
 
-__all__ = ["Fetch", "LoadProgress", "Place", "Targets", "in_parallel"]
+__all__ = ["Fetch", "LoadProgress", "Place", "in_parallel"]
 
 WORKERS: Final = 4
 """Reads in flight."""
@@ -35,8 +36,6 @@ OPEN_FIRST: Final = 16
 """Files opened before the first is read: what is open, a deletion elsewhere cannot take away."""
 
 Job = TypeVar("Job")
-Targets = dict[int, list[Target]]
-"""Rows of the table to the tensors they are to fill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +120,7 @@ class Fetch:
 
     Args:
         place: the checkpoint.
+        table: its tensors.
         shards: records of its data files.
         pool: where blocks come from.
         verify: whether pieces and headers are checked.
@@ -128,6 +128,7 @@ class Fetch:
     """
 
     place: Place
+    table: TensorTable
     shards: Sequence[ShardRecord]
     pool: BlockPool
     verify: bool = True
@@ -141,13 +142,12 @@ class Fetch:
     def __post_init__(self) -> None:
         self._order = self.pool.budget.next_order()
 
-    async def fill(self, runs: Sequence[Run], targets: Targets, paths: Callable[[int], str]) -> None:
-        """Read the runs into the targets; with `targets` empty, only verify.
+    async def fill(self, runs: Sequence[Run], targets: Targets | None = None) -> None:
+        """Read the runs into the targets; without targets, only verify.
 
         Args:
             runs: what to read.
             targets: where it goes.
-            paths: a row's path, for errors.
 
         Raises:
             FileNotFoundError: a file is gone.
@@ -169,10 +169,10 @@ class Fetch:
                 source = await self._source(files, shard)
                 if isinstance(job, int):
                     await self._check_header(source, self.shards[job])
-                elif job.direct and targets:
-                    await self._read_direct(source, job, targets, paths)
+                elif job.direct and targets is not None:
+                    await self._read_direct(source, job, targets)
                 else:
-                    await self._read_staged(source, job, targets, paths)
+                    await self._read_staged(source, job, targets)
                 await self._done_with(files[shard])
                 self._report(0 if isinstance(job, int) else job.nbytes)
 
@@ -235,63 +235,53 @@ class Fetch:
                 await offload(state.update, view)
         return state.hexdigest()
 
-    async def _read_staged(
-        self, source: Source, run: Run, targets: Targets, paths: Callable[[int], str]
-    ) -> None:
+    async def _read_staged(self, source: Source, run: Run, targets: Targets | None) -> None:
         record = self.shards[run.shard]
         async with self.block() as block:
             view = block.view[: run.nbytes]
             await self.place.read(source, record.name, record.header + run.offset, [view])
-            await offload(self._take, run, [view], block.tensor, targets, paths)
+            await offload(self._take, run, [view], block.tensor, targets)
 
-    async def _read_direct(
-        self, source: Source, run: Run, targets: Targets, paths: Callable[[int], str]
-    ) -> None:
+    async def _read_direct(self, source: Source, run: Run, targets: Targets) -> None:
         record = self.shards[run.shard]
-        buffers = [targets[part.row][0].memory(part.first, part.nbytes) for part in run.parts]
+        buffers = [targets.memory(row, first, nbytes) for row, first, nbytes, _ in run.parts]
         await self.place.read(source, record.name, record.header + run.offset, buffers)
         if self.verify:
-            await offload(self._check, run, buffers, paths)
+            await offload(self._check, run, buffers)
 
     def _take(
-        self,
-        run: Run,
-        buffers: Sequence[memoryview],
-        data: torch.Tensor,
-        targets: Targets,
-        paths: Callable[[int], str],
+        self, run: Run, buffers: Sequence[memoryview], block: torch.Tensor, targets: Targets | None
     ) -> None:
         """Verify a block and copy what it holds to the targets."""
         if self.verify:
-            self._check(run, buffers, paths)
-        for part in run.parts if targets else ():
-            for target in targets[part.row]:
-                if target.live:
-                    self.touched[target.path] = None
-                target.fill(part.first, data[part.at : part.at + part.nbytes])
+            self._check(run, buffers)
+        if targets is not None:
+            targets.fill(run.parts, block, self.touched)
 
-    def _check(self, run: Run, buffers: Sequence[memoryview], paths: Callable[[int], str]) -> None:
+    def _check(self, run: Run, buffers: Sequence[memoryview]) -> None:
         record = self.shards[run.shard]
         for index, found in zip(run.pieces(), piece_digests(buffers), strict=True):
             if found != record.pieces[index * HEX : (index + 1) * HEX]:
-                begin = index * PIECE_BYTES - run.offset
+                begin = index * PIECE_BYTES
                 raise self.place.corrupt(
                     f"piece {index} of the data does not match its checksum",
                     record.name,
-                    _path_at(run, begin, begin + PIECE_BYTES, paths),
+                    self._path_at(run.shard, begin, begin + PIECE_BYTES),
                 )
+
+    def _path_at(self, shard: int, begin: int, end: int) -> str | None:
+        """The path of the first tensor with bytes in that part of a shard."""
+        table = self.table
+        for row in table.stored():
+            at = table.begin[row]
+            if table.shard[row] == shard and at < end and at + table.nbytes[row] > begin:
+                return table.path[row]
+        return None
 
     def _report(self, nbytes: int) -> None:
         self._read += nbytes
         if self.progress is not None and nbytes:
             self.progress(LoadProgress(self.place.step, self._read, self.total))
-
-
-def _path_at(run: Run, begin: int, end: int, paths: Callable[[int], str]) -> str | None:
-    """The path of the first tensor with bytes in that part of the run."""
-    hit = (part.row for part in run.parts if part.at < end and part.at + part.nbytes > begin)
-    row = next(hit, None)
-    return None if row is None else paths(row)
 
 
 def piece_digests(buffers: Sequence[memoryview]) -> Iterator[str]:

@@ -7,19 +7,18 @@ lives is touched.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ._devices import Devices
-from ._fetch import Targets
 from ._hints import near
 from ._match import Match, match
 from ._plain import MARK, Json
 from ._reads import Run, plan_reads
 from ._saved import Outline, Saved, located
-from ._targets import Target, make_fresh
+from ._targets import Targets, make_fresh
 from ._tree import host_tensors, rebuild, selects, wanted_tensors
 from ._wants import Want
 from .checkpoint import LoadReport
@@ -33,23 +32,24 @@ __all__ = ["LoadPlan", "as_paths", "plan_load", "rebuild_state"]
 class LoadPlan:
     """What one load will read, and where it goes. Used once."""
 
-    runs: list[Run]
     targets: Targets
-    nbytes: int
-    """Bytes that will be read."""
+    runs: list[Run]
     fit: Match | None
     """The comparison with `into=`, if there is one."""
     strict: bool
     select: list[str] | None
     """Paths restored as new values; None: all."""
-    fresh: dict[int, torch.Tensor]
-    """New tensors by row."""
-    report: LoadReport = field(default_factory=LoadReport)
+    report: LoadReport
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that will be read."""
+        return sum(run.nbytes for run in self.runs)
 
     def living(self) -> list[Run]:
         """The reads that fill something that lives."""
-        rows = {row for row, targets in self.targets.items() if any(target.live for target in targets)}
-        return [run for run in self.runs if any(part.row in rows for part in run.parts)]
+        rows = self.targets.living
+        return [run for run in self.runs if any(part[0] in rows for part in run.parts)]
 
 
 def plan_load(
@@ -84,37 +84,37 @@ def plan_load(
     _refuse_unknown(outline, saved, chosen)
     if not allow_pickle:
         _refuse_pickles(saved, outline, select)
-    plan = LoadPlan([], {}, 0, fit, strict, select, {})
-    _allocate(saved, plan, devices)
+    try:
+        targets = Targets(saved.table, _allocate(saved, select, devices))
+    except CorruptCheckpointError as error:
+        raise located(error, saved.manifest.step, _part_file(saved)) from error
     for row, path, tensor in fit.fills if fit else ():
-        targets = plan.targets.setdefault(row, [])
-        if not any(t.live and t.origin is tensor for t in targets):
-            targets.append(Target(path, tensor, saved.table.dtype[row], live=True))
-    if fit is not None:
-        plan.report = LoadReport(
-            matched=len(fit.fills) + len(plan.fresh),
-            missing=tuple(fit.missing),
-            unexpected=tuple(fit.unexpected),
-            mismatched=tuple(fit.mismatched),
-            cast=tuple(fit.cast),
-        )
-    direct = {row for row, targets in plan.targets.items() if len(targets) == 1 and targets[0].direct}
-    plan.runs = plan_reads(saved.table, saved.shards, plan.targets, direct, block_bytes)
-    plan.nbytes = sum(run.nbytes for run in plan.runs)
-    return plan
+        targets.add_living(row, path, tensor)
+    runs = plan_reads(saved.table, saved.shards, targets.rows(), targets.direct(), block_bytes)
+    return LoadPlan(targets, runs, fit, strict, select, _report(fit, targets))
 
 
-def _allocate(saved: Saved, plan: LoadPlan, devices: Devices) -> None:
-    """Make the new tensors; those on the meta device are not read."""
+def _report(fit: Match | None, targets: Targets) -> LoadReport:
+    if fit is None:
+        return LoadReport(matched=len(targets.fresh))
+    return LoadReport(
+        matched=len(fit.fills) + len(targets.fresh),
+        missing=tuple(fit.missing),
+        unexpected=tuple(fit.unexpected),
+        mismatched=tuple(fit.mismatched),
+        cast=tuple(fit.cast),
+    )
+
+
+def _allocate(saved: Saved, select: Sequence[str] | None, devices: Devices) -> dict[int, torch.Tensor]:
+    """Make the new tensors."""
     hosts = host_tensors(saved)
     table = saved.table
-    for row in wanted_tensors(saved, plan.select):
+    fresh: dict[int, torch.Tensor] = {}
+    for row in wanted_tensors(saved, select):
         path, dtype, shape = table.path[row], table.dtype[row], table.shape[row]
-        device = devices.of(path, dtype, shape, host=row in hosts)
-        target = make_fresh(path, dtype, shape, device)
-        plan.fresh[row] = target.tensor
-        if device.type != "meta":
-            plan.targets[row] = [target]
+        fresh[row] = make_fresh(path, dtype, shape, devices.of(path, dtype, shape, host=row in hosts))
+    return fresh
 
 
 def _refuse_unknown(outline: Outline, saved: Saved, chosen: Sequence[str] | None) -> None:
@@ -163,15 +163,19 @@ def _has_pickle(json: Json) -> bool:
     return False
 
 
+def _part_file(saved: Saved) -> str:
+    return next(record.name for record in saved.manifest.files if record.kind == "part")
+
+
 def rebuild_state(saved: Saved, plan: LoadPlan, allow_pickle: bool) -> Any:
     """The state, or its selected parts, of the tensors the plan holds.
 
     Raises:
         CorruptCheckpointError: it cannot be put together.
     """
-    step, file = saved.manifest.step, next(r.name for r in saved.manifest.files if r.kind == "part")
+    step, file = saved.manifest.step, _part_file(saved)
     try:
-        return rebuild(saved, plan.fresh, select=plan.select, allow_pickle=allow_pickle).state
+        return rebuild(saved, plan.targets.fresh, select=plan.select, allow_pickle=allow_pickle).state
     except CorruptCheckpointError as error:
         raise located(error, step, file) from error
     except PickleRefusedError as error:

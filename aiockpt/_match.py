@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ._dtypes import NAME
 from ._hints import hint_for
 from ._optim import optimizer_problems
 from ._plain import Json
@@ -105,7 +106,9 @@ class _Matcher:
 
     def _visit(self, want: Want) -> None:
         if self.outline.kind(want.path) is None:
-            self._missing(want)
+            self._missing(want.path)
+            if isinstance(want, WantTensor):
+                self._count(want.path, found=False)
         elif isinstance(want, WantTensor):
             self._tensor(want.path, want.obj)
         elif isinstance(want, WantModule):
@@ -117,15 +120,13 @@ class _Matcher:
         elif isinstance(want, WantBox):
             self._box(want)
         else:
-            self._plain(want)
+            self._plain(want.path, want.obj)
 
     # ------------------------------------------------------------ outcomes
 
-    def _missing(self, want: Want) -> None:
-        self.fit.missing.append(want.path)
-        self.fit.skip.add(want.path)
-        if isinstance(want, WantTensor):
-            self._count(want.path, found=False)
+    def _missing(self, path: str) -> None:
+        self.fit.missing.append(path)
+        self.fit.skip.add(path)
 
     def _mismatch(self, path: str, why: str, at: str | None = None) -> None:
         self.fit.mismatched.append((path, why))
@@ -145,6 +146,10 @@ class _Matcher:
 
     def _tensor(self, path: str, tensor: torch.Tensor) -> None:
         row = self.outline.row(path)
+        if row is None and self.outline.kind(path) is None:
+            self._count(path, found=False)
+            self._missing(path)
+            return
         if row is None:
             why = f"saved is a {self.outline.tag(path)}, the target a tensor"
         elif not is_plain_tensor(tensor):
@@ -157,7 +162,7 @@ class _Matcher:
             self._mismatch(path, why)
             return
         self.fit.fills.append((self.saved.base(row), path, tensor))
-        if str(tensor.dtype) != f"torch.{self.saved.table.dtype[row]}":
+        if NAME.get(tensor.dtype) != self.saved.table.dtype[row]:
             self.fit.cast.append(path)
 
     def _module(self, want: WantModule) -> None:
@@ -166,13 +171,13 @@ class _Matcher:
             return
         there = dict.fromkeys(self.outline.children(want.path))
         for text, tensor in want.tensors.items():
-            self._visit(WantTensor(join(want.path, text), tensor))
+            self._tensor(join(want.path, text), tensor)
         for text in want.extras:
             path = join(want.path, text)
             if text in there:
                 self._restore(path)
             else:
-                self._missing(Want(path, None))
+                self._missing(path)
         self._unexpected(want.path, (t for t in there if t not in want.tensors and t not in want.extras))
 
     def _unexpected(self, path: str, texts: Iterable[str]) -> None:
@@ -237,19 +242,25 @@ class _Matcher:
         if kind == "tensor":
             self._mismatch(want.path, f"saved is a tensor, the target a {type(want.obj).__name__}")
             return
-        there = dict.fromkeys(self.outline.children(want.path))
+        for text, tensor in want.tensors.items():
+            self._tensor(join(want.path, text), tensor)
+        for text in want.plain:
+            self._plain(join(want.path, text), want.obj[want.key(text)])
         for child in want.children.values():
             self._visit(child)
         if not want.lenient:
-            self._unexpected(want.path, (text for text in there if text not in want.children))
+            known = set(want.texts())
+            self._unexpected(want.path, (t for t in self.outline.children(want.path) if t not in known))
 
-    def _plain(self, want: Want) -> None:
-        kind = self.outline.kind(want.path)
+    def _plain(self, path: str, target: Any) -> None:
+        kind = self.outline.kind(path)
         if kind == "plain":
-            self._restore(want.path)
+            self._restore(path)
+        elif kind is None:
+            self._missing(path)
         else:
-            what = "a tensor" if kind == "tensor" else f"a {self.outline.tag(want.path)} with tensors"
-            self._mismatch(want.path, f"saved is {what}, the target a {type(want.obj).__name__}")
+            what = "a tensor" if kind == "tensor" else f"a {self.outline.tag(path)} with tensors"
+            self._mismatch(path, f"saved is {what}, the target a {type(target).__name__}")
 
 
 class _NoContext:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from ._manifest import PIECE_BYTES, ShardRecord, count_pieces
 from ._table import TensorTable
@@ -24,16 +24,9 @@ MOST_BUFFERS: Final = 16
 __all__ = ["Part", "Run", "check_extents", "plan_reads", "whole_shard"]
 
 
-class Part(NamedTuple):
-    """Some bytes of one tensor within a run."""
-
-    row: int
-    """Of the table."""
-    first: int
-    """First byte of the tensor's logical, row-major content."""
-    nbytes: int
-    at: int
-    """First byte within the run."""
+Part = tuple[int, int, int, int]
+"""Some bytes of one tensor within a run: (row of the table, first byte of the tensor's logical
+content, bytes, first byte within the run). A plain tuple: the garbage collector forgets those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +95,7 @@ def _pieces(table: TensorTable, size: int, rows: list[int], fresh: Collection[in
                     yield _settled(piece)
                 piece = _Piece(index, min(PIECE_BYTES, size - index * PIECE_BYTES), 0, True, [])
             take = min(nbytes - done, piece.nbytes - at)
-            piece.parts.append(Part(row, done, take, at))
+            piece.parts.append((row, done, take, at))
             piece.wanted += take
             piece.direct = piece.direct and row in fresh
             done += take
@@ -127,8 +120,8 @@ def _join(pieces: Iterable[_Piece], shard: int, most: int) -> Iterator[Run]:
         if run is None:
             run = Run(shard, offset, 0, piece.direct, [])
         at = run.nbytes
-        for part in piece.parts:
-            _append(run.parts, part._replace(at=part.at + at))
+        for row, first, nbytes, begin in piece.parts:
+            _append(run.parts, (row, first, nbytes, begin + at))
         run = Run(shard, run.offset, at + piece.nbytes, piece.direct, run.parts)
     if run is not None:
         yield run
@@ -136,9 +129,11 @@ def _join(pieces: Iterable[_Piece], shard: int, most: int) -> Iterator[Run]:
 
 def _append(parts: list[Part], part: Part) -> None:
     """Add a part, as one with the last where it goes on from there."""
-    last = parts[-1] if parts else None
-    if last is not None and last.row == part.row and last.first + last.nbytes == part.first:
-        parts[-1] = last._replace(nbytes=last.nbytes + part.nbytes)
+    row, first, nbytes, _ = part
+    if parts and parts[-1][0] == row:
+        _, begin, before, at = parts[-1]
+        assert begin + before == first
+        parts[-1] = (row, begin, before + nbytes, at)
     else:
         parts.append(part)
 

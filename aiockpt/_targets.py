@@ -1,130 +1,152 @@
 """Where restored bytes go: tensors that are new, and tensors that live.
 
-A target takes the saved tensor's logical bytes in any order of ranges. Where its memory
-is those bytes, filling is a copy of memory; where it is strided, on another device or of
-another dtype, a range becomes rectangular boxes that are copied one by one, so that no
-second whole copy of a tensor ever exists.
+Where a tensor's memory is its logical, row-major content, filling is a copy of memory;
+where it is strided, on another device or of another dtype, a range of bytes becomes
+rectangular boxes that are copied one by one, so that no second copy of a whole tensor
+ever exists.
+
+There is no object a tensor here: tens of thousands of small ones would be work for the
+garbage collector, and a full collection is a gap in the event loop.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 
 from ._dtypes import BY_NAME, NAME
 from ._plan import boxes
-from ._table import Shape
+from ._reads import Part
+from ._table import Shape, TensorTable
 from .errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["Target", "make_fresh", "target_problem"]
+__all__ = ["Targets", "fill_tensor", "is_plain_tensor", "make_fresh", "target_problem"]
 
-_LARGEST = 2**63 - 1
+_LARGEST: Final = 2**63 - 1
+_MOST_DIMENSIONS: Final = 64
 
 _as_memoryview = cast(Callable[[int, int, int], memoryview], ctypes.pythonapi.PyMemoryView_FromMemory)
 ctypes.pythonapi.PyMemoryView_FromMemory.restype = ctypes.py_object
 ctypes.pythonapi.PyMemoryView_FromMemory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_WRITABLE = 0x200
+_WRITABLE: Final = 0x200
 
 
 @dataclass(slots=True)
-class Target:
-    """One tensor to fill with a saved one.
+class Targets:
+    """The tensors that one load fills, by row of the checkpoint's table."""
+
+    table: TensorTable
+    fresh: dict[int, torch.Tensor] = field(default_factory=dict)
+    """New tensors, one a row, that nobody else has seen yet."""
+    living: dict[int, list[tuple[str, torch.Tensor]]] = field(default_factory=dict)
+    """(path, tensor) of the caller's own; only verified bytes may go there."""
+
+    def add_living(self, row: int, path: str, tensor: torch.Tensor) -> None:
+        """A tensor of the caller's that wants the row; the same one twice is filled once."""
+        there = self.living.setdefault(row, [])
+        if not any(other is tensor for _, other in there):
+            there.append((path, tensor))
+
+    def rows(self) -> set[int]:
+        """The rows whose bytes are needed; the meta device needs none."""
+        return {row for row, tensor in self.fresh.items() if not tensor.is_meta} | self.living.keys()
+
+    def direct(self) -> set[int]:
+        """The rows that unverified bytes may be read into: new, in host memory, and wanted once."""
+        return {row for row, tensor in self.fresh.items() if tensor.is_cpu and row not in self.living}
+
+    def memory(self, row: int, first: int, nbytes: int) -> memoryview:
+        """A part of a new tensor's memory; valid as long as the tensor. Only where `direct`."""
+        return _as_memoryview(self.fresh[row].data_ptr() + first, nbytes, _WRITABLE).cast("B")
+
+    def fill(self, parts: Iterable[Part], block: torch.Tensor, touched: dict[str, None]) -> None:
+        """Copy verified bytes out of a block; blocking, for a thread.
+
+        Args:
+            parts: what lies where in the block.
+            block: uint8.
+            touched: paths of the caller's tensors are noted here before they are written to.
+        """
+        table = self.table
+        for row, first, nbytes, at in parts:
+            data = block[at : at + nbytes]
+            tensor = self.fresh.get(row)
+            if tensor is not None and not tensor.is_meta:
+                fill_tensor(tensor, table.dtype[row], first, data)
+            for path, tensor in self.living.get(row, ()):
+                touched[path] = None
+                fill_tensor(tensor, table.dtype[row], first, data)
+                # As any write in place: a backward that still needs the old values must hear of it.
+                if not tensor.is_inference():
+                    torch.autograd.graph.increment_version(tensor)
+
+
+def fill_tensor(tensor: torch.Tensor, dtype: str, first: int, data: torch.Tensor) -> None:
+    """Copy the saved bytes that begin at `first` into a tensor; blocking, for a thread.
 
     Args:
-        path: where it sits in the state, for errors.
         tensor: of the saved shape.
         dtype: the saved dtype's name.
-        live: somebody may be looking at it, so only verified bytes may go there.
+        first: a multiple of the saved dtype's size.
+        data: uint8, contiguous, in host memory.
     """
+    if _is_plain(tensor) and NAME.get(tensor.dtype) == dtype:
+        # Without the GIL, and at a tenth of what a torch call costs for a small tensor.
+        ctypes.memmove(tensor.data_ptr() + first, data.data_ptr(), data.numel())
+        return
+    # An inference tensor may be written in inference mode only; both modes belong to the thread.
+    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
+        _fill_boxes(tensor.detach(), first, data.view(BY_NAME[dtype]))
 
-    path: str
-    tensor: torch.Tensor
-    dtype: str
-    live: bool
-    origin: torch.Tensor = field(init=False)
-    """The tensor as it was given."""
-    _flat: torch.Tensor | None = field(init=False)
-    """Its memory as uint8, where that is the saved bytes."""
 
-    def __post_init__(self) -> None:
-        self.origin = self.tensor
-        if self.tensor.requires_grad:
-            self.tensor = self.tensor.detach()
-        plain = _is_plain(self.tensor) and NAME.get(self.tensor.dtype) == self.dtype
-        self._flat = _memory(self.tensor) if plain else None
-
-    @property
-    def direct(self) -> bool:
-        """Whether unverified bytes may be read straight into its memory."""
-        return not self.live and self._flat is not None
-
-    def memory(self, first: int, nbytes: int) -> memoryview:
-        """A part of its memory; valid as long as the target. Only where `direct`."""
-        assert self._flat is not None
-        return _as_memoryview(self._flat.data_ptr() + first, nbytes, _WRITABLE).cast("B")
-
-    def fill(self, first: int, data: torch.Tensor) -> None:
-        """Copy the saved bytes `data` (uint8) that begin at `first`. Blocking, for a thread."""
-        # An inference tensor may be written in inference mode only; both modes belong to the thread.
-        mode = torch.inference_mode() if self.tensor.is_inference() else torch.no_grad()
-        with mode:
-            if self._flat is not None:
-                self._flat[first : first + data.numel()].copy_(data)
-            else:
-                self._fill_boxes(first, data.view(BY_NAME[self.dtype]))
-
-    def _fill_boxes(self, first: int, data: torch.Tensor) -> None:
-        begin = first // data.element_size()
-        at = 0
-        for index, count in boxes(self.tensor.shape, begin, begin + data.numel()):
-            box = self.tensor[index]
-            box.copy_(data[at : at + count].view(box.shape))
-            at += count
+def _fill_boxes(tensor: torch.Tensor, first: int, data: torch.Tensor) -> None:
+    begin = first // data.element_size()
+    at = 0
+    for index, count in boxes(tensor.shape, begin, begin + data.numel()):
+        box = tensor[index]
+        box.copy_(data[at : at + count].view(box.shape))
+        at += count
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the logical, row-major content is the memory as it lies there."""
-    on_host = tensor.device.type == "cpu" and tensor.is_contiguous()
-    return on_host and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a plain tensor, as uint8."""
-    # Not reshape(-1): with at most one element any strides count as contiguous, and odd ones stay.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def make_fresh(path: str, dtype: str, shape: Shape, device: torch.device) -> Target:
+def make_fresh(path: str, dtype: str, shape: Shape, device: torch.device) -> torch.Tensor:
     """A new tensor with memory of its own, content undefined.
 
     Raises:
         CorruptCheckpointError: no tensor can have this shape.
         CheckpointError: there is no memory for it.
     """
-    strides = 1
-    for size in shape:
-        strides *= max(size, 1)
-    if strides * BY_NAME[dtype].itemsize > _LARGEST or len(shape) > 64:
-        raise CorruptCheckpointError(f"no tensor has the shape {str(shape)[:120]}", path=path)
     try:
-        tensor = torch.empty(shape, dtype=BY_NAME[dtype], device=device)
-    except (RuntimeError, MemoryError) as error:
+        return torch.empty(shape, dtype=BY_NAME[dtype], device=device)
+    except (RuntimeError, MemoryError, TypeError) as error:
+        if _is_impossible(shape, BY_NAME[dtype].itemsize):
+            raise CorruptCheckpointError(f"no tensor has the shape {str(shape)[:120]}", path=path) from error
         raise CheckpointError(f"{path}: no memory on {device} for {dtype} {shape}", path=path) from error
-    return Target(path, tensor, dtype, live=False)
+
+
+def _is_impossible(shape: Shape, itemsize: int) -> bool:
+    span = itemsize
+    for size in shape:
+        span *= max(size, 1)
+    return span > _LARGEST or len(shape) > _MOST_DIMENSIONS
 
 
 def target_problem(tensor: torch.Tensor, dtype: str, shape: Shape, *, cast: bool) -> str | None:
-    """Why a live tensor cannot take a saved one, or None."""
+    """Why a caller's tensor cannot take a saved one, or None."""
     if tuple(tensor.shape) != shape:
         return f"saved shape {list(shape)}, target shape {list(tensor.shape)}"
     problem = _kind_problem(tensor)
-    if problem:
+    if problem or NAME.get(tensor.dtype) == dtype:
         return problem
-    if tensor.dtype != BY_NAME[dtype] and not cast:
+    if not cast:
         return f"saved dtype {dtype}, target dtype {_dtype_name(tensor)} (cast=True converts)"
     if not torch.can_cast(BY_NAME[dtype], tensor.dtype):
         return f"saved dtype {dtype} does not convert to {_dtype_name(tensor)} without loss of kind"
@@ -134,10 +156,17 @@ def target_problem(tensor: torch.Tensor, dtype: str, shape: Shape, *, cast: bool
 def _kind_problem(tensor: torch.Tensor) -> str | None:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         return f"the target is a {_dtype_name(tensor)} tensor of layout {tensor.layout}, not a strided one"
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         return "the target is on the meta device: give it memory first, as with module.to_empty(device=...)"
-    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    if tensor.is_contiguous():
+        span = tensor.numel()
+    elif any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         return "the target is expanded: several elements share one place in memory"
+    else:
+        span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + span) * tensor.element_size()
+    if tensor.numel() and tensor.untyped_storage().nbytes() < end:
+        return "the target's memory was freed"
     return None
 
 

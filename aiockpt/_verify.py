@@ -55,7 +55,7 @@ async def verify_files(fetch: Fetch, saved: Saved, block_bytes: int) -> VerifyRe
     runs = [
         run for number, shard in enumerate(saved.shards) for run in whole_shard(number, shard, block_bytes)
     ]
-    await fetch.fill(runs, {}, saved.table.path.__getitem__)
+    await fetch.fill(runs)
     return VerifyReport(
         saved.manifest.step,
         len(saved.manifest.files) + 1,

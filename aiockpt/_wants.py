@@ -11,7 +11,7 @@ a whole state dict instead: only it knows what it does with that.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -22,6 +22,8 @@ from ._targets import is_plain_tensor
 from ._tree import MAX_DEPTH, Key, join, key_text
 from .errors import UsageError
 from .values import codec_for
+
+_ATOMS: Final = frozenset({str, int, float, bool, type(None)})
 
 __all__ = ["Want", "WantBox", "WantModule", "WantObject", "WantPlain", "WantTensor", "WantValue", "gather"]
 
@@ -66,15 +68,33 @@ class WantModule(Want):
 
 @dataclass(slots=True)
 class WantBox(Want):
-    """A dict, list, tuple or namedtuple."""
+    """A dict, list, tuple or namedtuple; leaves that are common have no record of their own."""
 
-    children: dict[str, Want]
-    keys: dict[str, Key]
-    """Component to the key or index in `obj`."""
-    living: bool
-    """Whether anything in it is filled in place."""
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Component to tensor, of children to be filled in place."""
+    plain: dict[str, None] = field(default_factory=dict)
+    """Components of children that are replaced."""
+    children: dict[str, Want] = field(default_factory=dict)
+    """The others, by component."""
+    odd_keys: dict[str, Key] = field(default_factory=dict)
+    """Component to the key or index in `obj`, where they differ."""
     lenient: bool = False
     """Whether the checkpoint may have more children."""
+
+    def key(self, text: str) -> Key:
+        """The key or index of a component in `obj`."""
+        return self.odd_keys.get(text, text)
+
+    def texts(self) -> list[str]:
+        """All components, in no particular order."""
+        return [*self.tensors, *self.plain, *self.children]
+
+    @property
+    def living(self) -> bool:
+        """Whether anything in it is filled in place."""
+        return bool(self.tensors) or any(
+            not isinstance(c, WantBox) or c.living for c in self.children.values()
+        )
 
 
 def gather(into: Any) -> Want:
@@ -128,30 +148,36 @@ def _is_namedtuple(value: Any) -> bool:
 
 def _box(value: Any, path: str, depth: int) -> WantBox:
     if depth > MAX_DEPTH:
-        raise UsageError(
-            f"into= is nested deeper than {MAX_DEPTH} levels, or contains itself", path=path[:200]
-        )
-    items = _items(value)
-    children: dict[str, Want] = {}
-    keys: dict[str, Key] = {}
-    for name, key, child in items:
+        why = f"into= is nested deeper than {MAX_DEPTH} levels, or contains itself"
+        raise UsageError(why, path=path[:200])
+    box = WantBox(path, value)
+    for name, key, child in _items(value):
         try:
             text = key_text(name)
         except (TypeError, ValueError) as error:
             raise UsageError(f"into= has a key that no state can have: {error}", path=path) from error
-        children[text] = _gather(child, join(path, text), depth + 1)
-        keys[text] = key
-    living = any(
-        not isinstance(c, WantPlain) and not (isinstance(c, WantBox) and not c.living)
-        for c in children.values()
-    )
-    return WantBox(path, value, children, keys, living)
+        if text != key or type(key) is not str:
+            box.odd_keys[text] = key
+        if type(child) in _ATOMS:
+            box.plain[text] = None
+        elif isinstance(child, torch.Tensor):
+            box.tensors[text] = child
+        else:
+            _put(box, text, _gather(child, join(path, text), depth + 1))
+    return box
 
 
-def _items(value: Any) -> list[tuple[Any, Any, Any]]:
+def _put(box: WantBox, text: str, want: Want) -> None:
+    if isinstance(want, WantPlain):
+        box.plain[text] = None
+    else:
+        box.children[text] = want
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any, Any]]:
     """(name in a path, key or index, child) of a container."""
     if isinstance(value, dict):
-        return [(key, key, child) for key, child in value.items()]
+        return zip(value, value, value.values(), strict=True)
     names = getattr(value, "_fields", None) if isinstance(value, tuple) else None
     return [
         (name, i, child)

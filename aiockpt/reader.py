@@ -194,18 +194,17 @@ class CheckpointReader:
         if atomic and not verify:
             raise UsageError("atomic=True means to verify first: it does not go with verify=False")
         saved = await self.metadata()
-        path_of = saved.table.path.__getitem__
         pool = BlockPool(self._budget, block_bytes=block_bytes(self._budget))
-        fetch = Fetch(self.place, saved.shards, pool, verify, progress)
+        fetch = Fetch(self.place, saved.table, saved.shards, pool, verify, progress)
         living = plan.living() if atomic else []
         later = {id(run) for run in living}
         first = [run for run in plan.runs if id(run) not in later]
         fetch.total = plan.nbytes + sum(run.nbytes for run in living)
         try:
-            await fetch.fill(first, plan.targets, path_of)
+            await fetch.fill(first, plan.targets)
             if living:
-                await fetch.fill(living, {}, path_of)
-                await fetch.fill(living, plan.targets, path_of)
+                await fetch.fill(living)
+                await fetch.fill(living, plan.targets)
         except FileNotFoundError as error:
             raise await self._gone(error) from error
         except CorruptCheckpointError as error:
@@ -240,7 +239,7 @@ class CheckpointReader:
         size = block_bytes(self._budget)
         pool = BlockPool(self._budget, block_bytes=size)
         try:
-            return await verify_files(Fetch(self.place, saved.shards, pool), saved, size)
+            return await verify_files(Fetch(self.place, saved.table, saved.shards, pool), saved, size)
         except FileNotFoundError as error:
             raise await self._gone(error) from error
         finally:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from aiockpt import _targets
 from aiockpt.catalog import load
 from aiockpt.errors import CheckpointError, CorruptCheckpointError, StateMismatchError, UsageError
 from aiockpt.values.rng import RngState
@@ -302,16 +301,6 @@ async def test_meta_modules_are_told_what_to_do(tmp_path: Path) -> None:
         model = net()
     with pytest.raises(StateMismatchError, match="to_empty"):
         await load(tmp_path, into={"model": model})
-
-
-def test_memory_views_are_exact() -> None:
-    """The view of a fresh tensor's memory covers the asked bytes and nothing else."""
-    target = _targets.make_fresh("t", "float32", (4,), torch.device("cpu"))
-    target.tensor.zero_()
-    view = target.memory(4, 8)
-    assert len(view) == 8
-    view[:] = b"\xff" * 8
-    assert target.tensor.view(torch.int32).tolist() == [0, -1, -1, 0]
 
 
 async def test_ordered_dicts_stay(tmp_path: Path) -> None:

@@ -181,11 +181,12 @@ async def test_hostile_tables(tmp_path: Path, changes: dict[str, Any]) -> None:
 async def test_impossible_empty_shape(tmp_path: Path) -> None:
     """A shape without elements that no tensor can have is damage, not a crash."""
     made = make_checkpoint(tmp_path, {"m": {"t": torch.ones(0, 3), "u": torch.ones(1)}}, 1)
-    for dims in ([0, 2**64], [0, 2**62]):
+    for dims in ([0, 2**64], [0, 2**63], [2**63, 0]):
         edit_page(made.part, "tensors", 0, dims=[*dims, 1])
         made.write()
-        with pytest.raises(CorruptCheckpointError):
+        with pytest.raises(CorruptCheckpointError) as caught:
             await load(tmp_path)
+        assert (caught.value.step, caught.value.path) == (1, "m/t")
 
 
 async def test_overlapping_tensors_are_refused(tmp_path: Path) -> None:

@@ -52,12 +52,12 @@ def test_every_wanted_byte_comes_once(
     table, shards, wanted, fresh = wish
     found: dict[int, int] = dict.fromkeys(wanted, 0)
     for run in plan_reads(table, shards, wanted, fresh, BLOCK):
-        for part in run.parts:
-            assert part.first == found[part.row]
-            assert run.shard == table.shard[part.row]
-            assert run.offset + part.at == table.begin[part.row] + part.first
-            assert part.at + part.nbytes <= run.nbytes
-            found[part.row] += part.nbytes
+        for row, first, nbytes, at in run.parts:
+            assert first == found[row]
+            assert run.shard == table.shard[row]
+            assert run.offset + at == table.begin[row] + first
+            assert at + nbytes <= run.nbytes
+            found[row] += nbytes
     assert found == {row: table.nbytes[row] for row in wanted}
 
 
@@ -88,11 +88,10 @@ def test_direct_reads_fill_fresh_memory_only(
     for run in plan_reads(table, shards, wanted, fresh, BLOCK):
         if run.direct:
             direct |= {(run.shard, index) for index in run.pieces()}
-            assert {part.row for part in run.parts} <= fresh
-            assert sum(part.nbytes for part in run.parts) == run.nbytes
-            assert [part.at for part in run.parts] == [
-                sum(p.nbytes for p in run.parts[:i]) for i in range(len(run.parts))
-            ]
+            assert {row for row, *_ in run.parts} <= fresh
+            sizes = [nbytes for _, _, nbytes, _ in run.parts]
+            assert sum(sizes) == run.nbytes
+            assert [at for *_, at in run.parts] == [sum(sizes[:i]) for i in range(len(sizes))]
     for row in set(range(len(table))) - (wanted & fresh):
         assert not direct & pieces_of(table, row)
 
@@ -111,7 +110,7 @@ def test_a_part_of_a_tensor_is_one_entry() -> None:
     """Pieces of one tensor that are read together are one part, not one a piece."""
     table, shards = table_of([3 * PIECE_BYTES])
     (run,) = plan_reads(table, shards, [0], {0}, BLOCK)
-    assert [tuple(part) for part in run.parts] == [(0, 0, 3 * PIECE_BYTES, 0)]
+    assert run.parts == [(0, 0, 3 * PIECE_BYTES, 0)]
 
 
 @given(st.lists(SIZES, max_size=20))
