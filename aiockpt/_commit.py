@@ -17,8 +17,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ._manifest import FORMAT, MANIFEST, ItemRecord, Manifest, PartRecord, encode_manifest
-from .errors import CommitUnknownError, DrainTimeoutError, SaveError
+from ._manifest import FORMAT, MANIFEST, MANIFEST_LIMIT, ItemRecord, Manifest, PartRecord, encode_manifest
+from .errors import CommitUnknownError, DrainTimeoutError, SaveError, UsageError
 from .storage import Attempt, Store
 
 WRITER = "aiockpt"
@@ -87,8 +87,15 @@ async def commit(store: Store, attempt: Attempt, manifest: Manifest) -> None:
         FileExistsError: the name is taken by another save; ours is not visible.
         OSError: the store failed; ours is not visible.
         CommitUnknownError: the store failed, and ours is visible, or nobody can tell.
+        UsageError: no reader would take a manifest of that length; nothing is visible.
     """
     data = encode_manifest(manifest)
+    if len(data) > MANIFEST_LIMIT:
+        message = (
+            f"step {manifest.step}: metrics and meta make a manifest of {len(data) >> 20} MiB, the limit is "
+            f"{MANIFEST_LIMIT >> 20} MiB: put large things into the state, or into files="
+        )
+        raise UsageError(message, step=manifest.step, file=MANIFEST)
     try:
         await attempt.commit(data)
     except (FileExistsError, DrainTimeoutError):

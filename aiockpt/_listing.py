@@ -10,6 +10,7 @@ is `VanishedError`, never damage: whoever asked for the newest looks again.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -144,6 +145,9 @@ async def read_manifest(store: Store, candidate: Candidate) -> Manifest:
             raise UnfinishedError(message, step=candidate.step, file=candidate.name) from None
         raise _corrupt(candidate, "the manifest is missing", MANIFEST) from None
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            message = f"the manifest has more than {MANIFEST_LIMIT} bytes"
+            raise _corrupt(candidate, message, MANIFEST) from error
         raise StorageError.wrap(
             error, "read", file=f"{candidate.name}/{MANIFEST}", step=candidate.step
         ) from error

@@ -16,6 +16,8 @@ from .errors import CorruptCheckpointError, StepError, StepExistsError, Unsuppor
 from .storage import Store
 
 RUN_FORMAT = 0
+RUN_LIMIT = 1 << 20
+"""Bytes of `run.json` at the most."""
 
 
 def as_step(step: Any) -> int:
@@ -51,7 +53,7 @@ async def open_run(store: Store, names: StepNames, meta: Any) -> str:
     """The run's id: read from `run.json`, or made now and kept from then on.
 
     Raises:
-        UsageError: the run was begun with another `step_format`.
+        UsageError: the run was begun with another `step_format`, or `meta` cannot be kept.
         CorruptCheckpointError: `run.json` is there and is not one.
     """
     fresh = {
@@ -62,10 +64,10 @@ async def open_run(store: Store, names: StepNames, meta: Any) -> str:
         "meta": meta,
     }
     try:
-        await store.put(RUN_FILE, (json.dumps(fresh, indent=2) + "\n").encode(), if_absent=True)
+        await store.put(RUN_FILE, _encode_run(fresh), if_absent=True)
         return str(fresh["run_id"])
     except FileExistsError:
-        record = read_run(await store.get(RUN_FILE, limit=1 << 20))
+        record = read_run(await store.get(RUN_FILE, limit=RUN_LIMIT))
     if record["step_format"] != names.step_format:
         raise UsageError(
             f"the run names its steps {record['step_format']!r}, this saver {names.step_format!r}: "
@@ -73,6 +75,13 @@ async def open_run(store: Store, names: StepNames, meta: Any) -> str:
             file=RUN_FILE,
         )
     return str(record["run_id"])
+
+
+def _encode_run(record: dict[str, Any]) -> bytes:
+    data = (json.dumps(record, indent=2) + "\n").encode()
+    if len(data) > RUN_LIMIT:  # else no saver could be entered again
+        raise UsageError(f"meta of the run has {len(data)} bytes, the limit is {RUN_LIMIT}", file=RUN_FILE)
+    return data
 
 
 def read_run(data: bytes) -> dict[str, Any]:
