@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 
 from .errors import CheckpointError, DrainTimeoutError, SaveError, StepExistsError, StorageError
 
@@ -49,3 +50,19 @@ def first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first error of a group that is not merely a cancellation by it."""
     real = [e for e in group.exceptions if not isinstance(e, asyncio.CancelledError)]
     return (real or list(group.exceptions))[0]
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Drop the local variables that an error's tracebacks hold: blocks, tensors, whole savers.
+
+    Errors of saves are kept, in handles and lists of failures; where they happened stays visible.
+    """
+    seen: set[int] = set()
+    todo = [error]
+    while todo:
+        one = todo.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            todo += [one.__cause__, one.__context__]
+            todo += one.exceptions if isinstance(one, BaseExceptionGroup) else []

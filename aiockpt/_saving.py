@@ -10,15 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from . import _threads
-from ._door import translate
+from ._door import forget_frames, translate
+from ._housekeeping import Housekeeping
 from ._ledger import Ledger
 from ._place import Places
 from ._request import Request
 from ._reserve import Reserve
+from .checkpoint import Checkpoint
 from .errors import CheckpointError, DrainTimeoutError, SaveCancelledError
 from .pending import PendingSave, Phase
 from .storage import Store
@@ -37,13 +40,29 @@ class Saving:
         places: decides the folders.
         reserve: gives the blocks.
         max_pending: saves under way at the same time.
+        housekeeping: deletes what retention lets go.
     """
 
-    def __init__(self, store: Store, places: Places, reserve: Reserve, max_pending: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        places: Places,
+        reserve: Reserve,
+        max_pending: int,
+        housekeeping: Housekeeping,
+    ) -> None:
         self.ledger = Ledger(max_pending)
         self.reserve = reserve
+        self.housekeeping = housekeeping
+        self.after_commit: list[Callable[[PendingSave, Checkpoint], None]] = []
+        """Told at once of each commit, on the loop; must neither block nor raise."""
         self._store = store
         self._places = places
+
+    @property
+    def newest(self) -> int:
+        """The highest committed step, -1 for none."""
+        return self._places.newest
 
     def begin(self, request: Request) -> PendingSave:
         """Start the save's own task; from here on the saver owns it."""
@@ -76,24 +95,28 @@ class Saving:
             await _threads.settle(request.pending._ended.wait())
 
     async def _run(self, request: Request) -> None:
-        """One save from admission to commit; its errors are the handle's."""
-        pending, writer = request.pending, request.writer
-        error: CheckpointError | None = None
+        """One save from admission to its end; its errors are the handle's."""
         retire: list[str] = []
-        try:
-            request.start()
-            retire = await self._write(request)
-            await self._commit(request)
-        except asyncio.CancelledError:
-            if writer.checkpoint is None:
-                error = _cancelled(request)
-        except Exception as cause:
-            error = translate(cause, "saving", step=request.step, save_id=pending.save_id)
+        error = await self._try(request, retire)
         # The save is over in any case, and its error says why: a cancellation now tells nothing new.
         with contextlib.suppress(asyncio.CancelledError):
-            await _threads.settle(self._retire(retire) if error is None else writer.abort())
+            await _threads.settle(self._retire(retire) if error is None else request.writer.abort())
         request.drop()
+        if error is not None:
+            forget_frames(error)  # while they are all ours: nobody has been told yet
         self.ledger.end(request, error)
+
+    async def _try(self, request: Request, retire: list[str]) -> CheckpointError | None:
+        """From admission to commit; fills `retire` with older folders of the same step."""
+        try:
+            request.start()
+            retire += await self._write(request)
+            await self._commit(request)
+        except asyncio.CancelledError:
+            return _cancelled(request) if request.writer.checkpoint is None else None
+        except Exception as cause:
+            return translate(cause, "saving", step=request.step, save_id=request.pending.save_id)
+        return None
 
     def _see_off(self, request: Request, task: asyncio.Task[None]) -> None:
         """A task that was torn off (its loop ends, Ctrl-C hit its code) leaves no save without an end."""
@@ -132,6 +155,8 @@ class Saving:
             if writer.checkpoint is not None:
                 self._places.newest = max(self._places.newest, request.step)
                 request.pending._commit(writer.checkpoint)
+                for tell in self.after_commit:
+                    tell(request.pending, writer.checkpoint)
 
     async def _retire(self, names: list[str]) -> None:
         """The step was written anew: take older generations away. Failing that is no failure."""
@@ -162,6 +187,7 @@ class Saving:
                 if stuck:
                     await self._write_off(stuck, seconds or 0.0)
         finally:
+            await self.housekeeping.close()
             self.reserve.close()
             _threads.trim()
 

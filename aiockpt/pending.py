@@ -14,6 +14,7 @@ import enum
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 from ._pipeline import Progress
@@ -81,6 +82,7 @@ class PendingSave(Awaitable[Checkpoint]):
         self._called = time.perf_counter()
         self._seconds: dict[Phase, float] = {}
         self._error: CheckpointError | None = None
+        self._traceback: TracebackType | None = None
         self._checkpoint: Checkpoint | None = None
         self._waiters: set[asyncio.Future[None]] = set()
         self._ended = asyncio.Event()
@@ -222,6 +224,7 @@ class PendingSave(Awaitable[Checkpoint]):
     def _fail(self, error: CheckpointError) -> bool:
         """End it with `error`; returns whether somebody is waiting to be told."""
         self._error = error
+        self._traceback = error.__traceback__
         awaited = bool(self._waiters)
         self._wake()
         return awaited
@@ -256,5 +259,6 @@ class PendingSave(Awaitable[Checkpoint]):
         while self._phase < phase:
             if self._error is not None:
                 self._reported = True
-                raise self._error
+                # From the same point each time: else every raise would add the frames of its waiter.
+                raise self._error.with_traceback(self._traceback)
             await self._change()
