@@ -7,7 +7,9 @@ next opportunity, exactly once.
 
 from __future__ import annotations
 
+import asyncio
 import bisect
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -71,6 +73,14 @@ class Ledger:
                 raise StepError(message, step=request.step)
         for older in [r for r in self.active[:at] if r.step == request.step]:
             await older.pending._ended.wait()  # whether it commits decides what becomes of this one
+
+    async def free_within(self, seconds: float) -> bool:
+        """Wait a little for room for one more save; returns whether there is."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while len(self.active) >= self.max_pending:
+                    await self.active[0].pending._ended.wait()
+        return len(self.active) < self.max_pending
 
     async def turn(self, request: Request) -> None:
         """Wait until every older save has committed or failed."""

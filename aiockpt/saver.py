@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 import warnings
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
@@ -13,26 +14,32 @@ from typing import Any, Literal, Self, Unpack
 
 from . import _threads
 from ._calls import Staging
-from ._intake import Intake
+from ._due import Due
+from ._housekeeping import Housekeeping
 from ._ledger import add_notes
 from ._memory import ByteBudget
 from ._names import STEP_FORMAT, StepNames
 from ._place import Places, as_json, as_step, open_run
+from ._ranks import SoloCoordinator
 from ._request import SaveOptions
 from ._reserve import Reserve
+from ._retention import Retention
+from ._rhythm import Rhythm
 from ._saving import Saving
 from .catalog import Catalog, LoadOptions
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, DrainTimeoutError, StorageError, UsageError
 from .layouts import Layout
 from .pending import PendingSave
+from .policies import Keep, KeepFunction, When, as_keep
+from .policies.keep import KeepAll
 from .storage import Store, open_store
 from .writer import CheckpointWriter
 
 __all__ = ["Saver"]
 
 
-class Saver(Intake):
+class Saver(Rhythm):
     """Writes the checkpoints of one run.
 
     An async context manager; it must be entered. Leaving it drains what is pending and
@@ -52,6 +59,11 @@ class Saver(Intake):
         step_format: names of the steps' folders; fixed for a run when it begins.
         allow_pickle: store what has no codec as a pickle (and load it).
         meta: JSON values kept in `run.json` when this saver begins the run.
+        keep: which steps stay after a commit (`aiockpt.policies.keep`); by default all.
+        keep_grace: seconds after a commit during which the step before it stays as well.
+        when: when a save is due (`aiockpt.policies.when`), for `due` and `stage_if_due`.
+        save_last: save at the end what `stage_if_due` last saw, if it is not committed.
+        clock: monotonic seconds, for tests.
 
     Raises:
         UsageError: an option is wrong. Nothing was written.
@@ -70,6 +82,11 @@ class Saver(Intake):
         step_format: str = STEP_FORMAT,
         allow_pickle: bool = False,
         meta: Mapping[str, Any] | None = None,
+        keep: Keep | KeepFunction | None = None,
+        keep_grace: float = 30.0,
+        when: When | None = None,
+        save_last: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if on_overlap not in ("wait", "error"):
             raise UsageError(f"on_overlap is 'wait' or 'error', not {on_overlap!r}")
@@ -88,7 +105,15 @@ class Saver(Intake):
         self._catalog = Catalog(self.store, allow_pickle=allow_pickle, step_format=step_format)
         self._places = Places(self.store, self._names, self._catalog)
         reserve = Reserve(ByteBudget(budget) if isinstance(budget, int) else budget)
-        saving = Saving(self.store, self._places, reserve, max_pending)
+        retention = Retention(
+            self.store, self._catalog.checkpoints, self._pinned, grace=keep_grace, clock=clock
+        )
+        self._housekeeping = Housekeeping(retention, as_keep(keep or KeepAll()))
+        saving = Saving(self.store, self._places, reserve, max_pending, self._housekeeping)
+        saving.after_commit += [self._note_commit]
+        self._due = Due(when, clock)
+        self._keep_last = save_last and when is not None
+        self._coordinator = SoloCoordinator()
         super().__init__(saving, on_overlap=on_overlap, on_failure=on_failure, allow_pickle=allow_pickle)
 
     # Entering and leaving
@@ -113,7 +138,11 @@ class Saver(Intake):
         self, kind: type[BaseException] | None, body: BaseException | None, _: TracebackType | None
     ) -> None:
         if body is None:
-            await self.aclose()
+            try:
+                if self._keep_last:
+                    await self._save_last()
+            finally:
+                await self.aclose()
             return
         # The body's exception goes through unchanged; what the saves have to say becomes notes.
         for request in list(self._saving.ledger.active):
@@ -290,9 +319,21 @@ class Saver(Intake):
         self._owner.check()
         await self._saving.idle()
         checkpoint = await self._catalog.restore(into, step=step, **options)
-        if checkpoint is not None and rewind:
+        if checkpoint is None:
+            return None
+        if rewind:
             await self._places.rewind(checkpoint)
+        self._housekeeping.retention.resumed_from = checkpoint.name
+        self._due.restored(checkpoint.step)
         return checkpoint
+
+    async def _pinned(self) -> Collection[tuple[str, str]]:
+        return ()
+
+    def _note_commit(self, pending: PendingSave, checkpoint: Checkpoint) -> None:
+        self._measure(pending)
+        self._housekeeping.run_id = self.run_id
+        self._housekeeping.committed(checkpoint.name)
 
     def mutating(self) -> AbstractContextManager[None]:
         """`with saver.mutating():` around whatever changes the state in another thread.

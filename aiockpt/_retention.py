@@ -1,0 +1,132 @@
+"""Deletion after a commit: what the policy lets go, and what nothing may take away.
+
+The policy is pure and sees only committed, readable checkpoints of this run. What stays
+besides: the newest valid one always, and the one before it while the newest is younger
+than a grace time; the one the run was resumed from; whatever a reader has leased or
+somebody promoted. Damaged steps and steps of a newer format are no candidates at all: the
+first are evidence, of the second we know nothing.
+
+A step is first moved aside. Then the leases are looked at again, and it comes back if a
+reader was faster; a reader writes his lease before he looks at the manifest, so one of
+the two sees the other. A failed deletion is logged, and tried again after the next commit.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+
+from .checkpoint import Checkpoint
+from .policies import Keep
+from .storage import Store
+
+__all__ = ["Pinned", "Retention", "goners"]
+
+log = logging.getLogger("aiockpt")
+
+Pinned = Callable[[], Awaitable[Collection[tuple[str, str]]]]
+"""Gives (folder, save id) of what readers have leased or somebody promoted."""
+
+
+def goners(
+    checkpoints: Sequence[Checkpoint], keep: Keep, run_id: str, protected: Collection[str] = ()
+) -> list[Checkpoint]:
+    """The checkpoints that may be deleted, oldest first. Pure.
+
+    Args:
+        checkpoints: the valid ones of a run folder, in any order.
+        keep: the policy.
+        run_id: only checkpoints of this run are candidates.
+        protected: folders that stay whatever the policy says.
+    """
+    ours = sorted((c for c in checkpoints if c.run_id == run_id), key=lambda c: (c.step, c.generation))
+    if not ours:
+        return []
+    stay = set(keep(ours)) | {ours[-1].step}
+    return [c for c in ours if c.step not in stay and c.name not in protected]
+
+
+class Retention:
+    """Deletes what may go, for a saver or for `Catalog.prune`.
+
+    Args:
+        store: of the run.
+        listing: gives the valid checkpoints.
+        pinned: gives what is leased or promoted.
+        grace: seconds after a commit during which the step before it stays as well.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        listing: Callable[[], Awaitable[Sequence[Checkpoint]]],
+        pinned: Pinned,
+        *,
+        grace: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._listing = listing
+        self._pinned = pinned
+        self._grace = grace
+        self._clock = clock
+        self._committed: tuple[str, float] | None = None
+        self.resumed_from: str | None = None
+        """The folder the run was resumed from; it stays."""
+
+    def committed(self, name: str) -> None:
+        """A checkpoint was committed just now: its grace time begins."""
+        self._committed = (name, self._clock())
+
+    def grace_left(self) -> float:
+        """Seconds until the step before the newest one may go."""
+        if self._committed is None:
+            return 0.0
+        return max(0.0, self._grace - (self._clock() - self._committed[1]))
+
+    async def plan(self, keep: Keep, run_id: str) -> list[Checkpoint]:
+        """What may be deleted now, oldest first.
+
+        Raises:
+            OSError: the store failed.
+        """
+        found = await self._listing()
+        protected = {name for name, _ in await self._pinned()}
+        if self.resumed_from is not None:
+            protected.add(self.resumed_from)
+        if self.grace_left() > 0 and len(found) > 1:
+            protected.add(sorted(found, key=lambda c: (c.step, c.generation))[-2].name)
+        return goners(found, keep, run_id, protected)
+
+    async def apply(self, keep: Keep, run_id: str) -> list[int]:
+        """Delete what may go; returns the steps that went.
+
+        Never raises for the store's sake: what could not be deleted is logged.
+        """
+        gone: list[int] = []
+        try:
+            doomed = await self.plan(keep, run_id)
+        except OSError as error:
+            log.warning("cannot look for checkpoints to delete, the next commit tries again: %s", error)
+            return gone
+        for checkpoint in doomed:
+            if await self._delete(checkpoint):
+                gone.append(checkpoint.step)
+        return gone
+
+    async def _delete(self, checkpoint: Checkpoint) -> bool:
+        async def wanted() -> bool:
+            return (checkpoint.name, checkpoint.save_id) in await self._pinned()
+
+        try:
+            return await self._store.retire(checkpoint.name, unless=wanted)
+        except OSError as error:
+            log.warning(
+                "cannot delete %s, the next commit tries again: %s",
+                checkpoint.name,
+                error,
+                extra={"step": checkpoint.step},
+            )
+            return False
