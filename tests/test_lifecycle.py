@@ -119,7 +119,7 @@ async def test_costs_are_measured(tmp_path: Path) -> None:
     """EveryOverhead spaces saves by what they cost on the injected clock."""
     clock = Clock()
     async with Saver(tmp_path, when=EveryOverhead(0.5), clock=clock, save_last=False) as saver:
-        assert await (await _due(saver, 1))
+        await (await _due(saver, 1))
         assert not saver.due(2)
         clock.now += 3600
         assert saver.due(2)
