@@ -57,6 +57,13 @@ class Rhythm(Intake):
         Returns:
             The handle, or None when nothing was due or the save was skipped.
         """
+        if not self._wants(state, step, if_busy, options):
+            return _nothing()
+        request = self._request(state, step, options)
+        return self._call("stage_if_due", request, partial(self._stage_or_skip, request, if_busy))
+
+    def _wants(self, state: Any, step: int, if_busy: str, options: SaveOptions) -> bool:
+        """Whether a save is due; remembers what was asked for, for the end."""
         if if_busy not in ("skip", "wait"):
             raise UsageError(f"if_busy is 'skip' or 'wait', not {if_busy!r}")
         if self._due.when is None:
@@ -64,10 +71,7 @@ class Rhythm(Intake):
         self._owner.check()
         number = as_step(step)
         self._last = (state, number, options)
-        if not self._due.ask(number):
-            return _nothing()
-        request = self._request(state, number, options)
-        return self._call("stage_if_due", request, partial(self._stage_or_skip, request, if_busy))
+        return self._due.ask(number)
 
     async def _stage_or_skip(self, request: Request, if_busy: str) -> PendingSave | None:
         decision = Decision(Kind.ADMIT, request.step)

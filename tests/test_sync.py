@@ -26,6 +26,7 @@ from aiockpt.errors import (
     UsageError,
 )
 from aiockpt.pending import Phase
+from aiockpt.policies.when import EverySteps
 from tests.stalling import Disk, before_commit, before_staged, in_thread, store_on
 
 BIG = 100_000
@@ -284,3 +285,14 @@ def test_busy(tmp_path: Path) -> None:
             saver.save_nowait({"w": torch.zeros(BIG)}, step=2)
         disk.heal()
         first.result()
+
+
+def test_saves_when_due_and_at_the_end(tmp_path: Path) -> None:
+    """The trigger drives a plain loop too; the last step seen is saved on leaving."""
+    with aiockpt.sync.Saver(tmp_path, when=EverySteps(4)) as saver:
+        for step in range(1, 11):
+            handle = saver.stage_if_due({"w": torch.full((3,), float(step))}, step=step, if_busy="wait")
+            assert (handle is not None) == (step in (4, 8))
+            assert saver.due(step + 100)
+    with aiockpt.sync.Catalog(tmp_path) as catalog:
+        assert catalog.steps() == (4, 8, 10)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Literal, Self, Unpack
 
 from .. import _calls, _threads, saver
 from .._owner import Owner
@@ -177,6 +177,32 @@ class Saver(Door[saver.Saver]):
         """
         request = self._request(state, step, options)
         return Staging(self, request, self._open().ask(lambda: self._inner._staging(request)))
+
+    def due(self, step: int) -> bool:
+        """Whether the trigger (`when=`) wants a save after `step` completed steps."""
+        return self._open().ask(lambda: self._inner.due(step))
+
+    def stage_if_due(
+        self,
+        state: Any,
+        *,
+        step: int,
+        if_busy: Literal["skip", "wait"] = "skip",
+        **options: Unpack[SaveOptions],
+    ) -> PendingSave | None:
+        """As `stage` if a save is due, else None. Call it at every step.
+
+        Options and errors as `aiockpt.Saver.stage_if_due`.
+        """
+        if not self._open().ask(lambda: self._inner._wants(state, step, if_busy, options)):
+            return None
+        taken: list[AsyncPendingSave | None] = []
+
+        async def verb(request: Request) -> None:
+            taken.append(await self._inner._stage_or_skip(request, if_busy))
+
+        handle = self._carry(self._request(state, step, options), verb)
+        return None if taken == [None] else handle
 
     restore = blocking(saver.Saver.restore)
 
