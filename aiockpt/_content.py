@@ -73,7 +73,7 @@ class Content:
         self.captured: Captured | None = None
         self.shards: list[ShardPlan] = []
         self.witness: Witness | None = None
-        self._rank, self._world = rank, world
+        self.rank, self._world = rank, world
         self._layout = layout
         self._extra = encode_extra(metrics, meta, step)
         self._files = check_files(files or {})
@@ -85,7 +85,7 @@ class Content:
             UsageError: the name of one of the user's files is needed for the checkpoint's own.
         """
         self.captured = captured
-        shards = plan_shards(captured.table, self._layout, rank=self._rank)
+        shards = plan_shards(captured.table, self._layout, rank=self.rank)
         taken = {shard.name for shard in shards} | {part_name(rank) for rank in range(self._world)}
         clash = sorted(taken & self._files.keys())
         if clash:
@@ -140,17 +140,17 @@ class Content:
             data = await offload(content_of, content, lane=Lane.BULK)
             records.append(await put_file(attempt, name, data, "user"))
         return PartRecord(
-            rank=self._rank,
+            rank=self.rank,
             world=self._world,
             save_id=self.save_id,
-            part=await put_file(attempt, part_name(self._rank), part, "part"),
+            part=await put_file(attempt, part_name(self.rank), part, "part"),
             files=records,
             items=count_items(self.table),
         )
 
     def _encode_part(self, shards: Sequence[ShardRecord]) -> bytes:
         assert self.captured is not None
-        flat, rank, world = self.captured.flat, self._rank, self._world
+        flat, rank, world = self.captured.flat, self.rank, self._world
         return encode_part(build_part(self.table, flat, shards, rank=rank, world=world, save_id=self.save_id))
 
     def manifest(self, parts: Sequence[PartRecord], run_id: str) -> Manifest:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ._calls import SaveCall, Staging
 from ._capture import Captured, capture
+from ._driven import DrivenWriter
 from ._exclusion import Exclusion
 from ._names import new_save_id
 from ._owner import Owner
@@ -18,7 +19,6 @@ from ._saving import Saving
 from .checkpoint import Checkpoint
 from .errors import BusyError
 from .pending import PendingSave
-from .writer import CheckpointWriter
 
 
 class Intake:
@@ -47,7 +47,7 @@ class Intake:
         self._exclusion = Exclusion()
         self._calls: weakref.WeakSet[SaveCall[Any]] = weakref.WeakSet()
 
-    def _writer(self, pending: PendingSave, options: SaveOptions) -> CheckpointWriter:
+    def _writer(self, pending: PendingSave, options: SaveOptions) -> DrivenWriter:
         raise NotImplementedError
 
     # At the call

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from ._capture import Captured
+from ._driven import DrivenWriter
 from ._manifest import PartRecord
 from ._records import UserFile
 from .pending import PendingSave, Phase
-from .writer import CheckpointWriter
 
 
 class SaveOptions(TypedDict, total=False):
@@ -35,7 +35,7 @@ class Request:
     """What was captured at the call, and how far it got."""
 
     pending: PendingSave
-    writer: CheckpointWriter
+    writer: DrivenWriter
     overwrite: bool
     take: Callable[[], Captured]
     """Captures the state; called once."""

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self, Unpack
 
 from . import _threads
 from ._calls import Staging
+from ._driven import DrivenWriter
 from ._due import Due
 from ._housekeeping import Housekeeping
 from ._ledger import add_notes
@@ -34,7 +35,6 @@ from .pending import PendingSave
 from .policies import Keep, KeepFunction, When, as_keep
 from .policies.keep import KeepAll
 from .storage import Store, open_store
-from .writer import CheckpointWriter
 
 __all__ = ["Saver"]
 
@@ -354,8 +354,8 @@ class Saver(Rhythm):
         """The errors of past saves, the last hundred."""
         return tuple(self._saving.ledger.failures)
 
-    def _writer(self, pending: PendingSave, options: SaveOptions) -> CheckpointWriter:
-        return CheckpointWriter(
+    def _writer(self, pending: PendingSave, options: SaveOptions) -> DrivenWriter:
+        return DrivenWriter(
             self.store,
             step=pending.step,
             save_id=pending.save_id,

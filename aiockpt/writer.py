@@ -55,7 +55,7 @@ class CheckpointWriter:
         files: the user's own files to commit with the step, by name.
         layout: which tensor goes into which file.
         pool: host memory shared with other saves.
-        rank: this process's number.
+        rank: this process's number; rank 0 must have staged before others do.
         world: how many ranks write a part.
         allow_pickle: store what has no codec as a pickle.
         generation: how often the step had been written before.
@@ -162,21 +162,6 @@ class CheckpointWriter:
         self.progress.total = plan.nbytes
         return plan
 
-    async def watch(self, captured: Captured) -> None:
-        """Plan it, and see to it that what is written is the state as it is now."""
-        await self.plan_captured(captured)
-        await self._guard(offload(self._content.bear_witness, lane=Lane.STAGE), "cannot read")
-
-    def use(self, pool: BlockPool, order: int) -> None:
-        """Take blocks from `pool`; saves with smaller `order` get theirs first."""
-        self._pool, self._order = pool, order
-
-    def fill_now(self, captured: Captured, pool_for: Callable[[SavePlan], BlockPool]) -> None:
-        """Plan and copy everything on this thread, now; see `Content.fill`."""
-        self._content.lay_out(captured)
-        self._planned()
-        self._pool, self._filled = self._content.fill(pool_for)
-
     async def stage(self) -> None:
         """Begin to write, and return once an independent copy of every leaf exists.
 
@@ -186,8 +171,8 @@ class CheckpointWriter:
         Raises:
             CheckpointError: the save failed; nothing of it is left.
         """
+        captured = self._captured()
         if self._task is None:
-            captured = self._captured()
             if self._beginning:
                 raise UsageError("another task is beginning to stage this save", step=self.step)
             self._beginning = True
@@ -204,7 +189,10 @@ class CheckpointWriter:
     async def _begin(self, captured: Captured) -> None:
         if self._pool is None:
             self._pool = await self._reserve.pool(self._content.plan())
-        self._attempt = await self.store.begin(self.name, self.save_id)
+        join = (
+            self.store.attach if self._content.rank else self.store.begin
+        )
+        self._attempt = await join(self.name, self.save_id)
         filled, self._filled = self._filled, None
         self._pipeline = Pipeline(
             self._attempt,
@@ -334,10 +322,6 @@ class CheckpointWriter:
         if self._content.captured is not None:
             self._content.captured.release()
         self._reserve.close()
-
-    def open_files(self) -> list[str]:
-        """Names of data files that are being written."""
-        return self._pipeline.open_files() if self._pipeline is not None else []
 
     async def _guard(self, call: Awaitable[T], doing: str) -> T:
         try:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import anyio
+import pytest
 import torch
 
 from aiockpt import Saver, _threads
@@ -170,8 +172,6 @@ async def _timeout(make: Callable[[], Coroutine[Any, Any, Any]], blows: list[Cal
 
 
 async def _scope(make: Callable[[], Coroutine[Any, Any, Any]], blows: list[Callable[[], object]]) -> Any:
-    import anyio
-
     with anyio.CancelScope() as scope:
         blows.append(scope.cancel)
         return await make()
@@ -202,6 +202,9 @@ WAYS: dict[str, Callable[..., Coroutine[Any, Any, Any]]] = {
     "scope": _scope,
     "sibling": _sibling,
 }
+
+CANCELLATIONS = ["native", *(pytest.param(how, marks=pytest.mark.slow) for how in WAYS if how != "native")]
+"""As parameters: the plainest one is quick, all are in the whole suite."""
 
 
 def in_thread(call: Callable[[], Any]) -> Any:

@@ -14,7 +14,7 @@ from aiockpt import CheckpointError, PendingSave, Phase, SaveCancelledError, Sav
 from aiockpt._gate import _Gate
 from tests.proof import leftovers, litter, number_in, state_of, steps
 from tests.savers import (
-    WAYS,
+    CANCELLATIONS,
     Striker,
     assert_quiet,
     busy_threads,
@@ -73,9 +73,7 @@ async def restore(saver: Saver) -> None:
 ACTS: dict[str, Act] = {a.__name__: a for a in (save, stage, staging, drain, cancel_and_wait, restore)}
 
 
-@pytest.mark.parametrize(
-    "how", ["native", *(pytest.param(w, marks=pytest.mark.slow) for w in WAYS if w != "native")]
-)
+@pytest.mark.parametrize("how", CANCELLATIONS)
 @pytest.mark.parametrize("act", ACTS)
 async def test_cancelled_at_any_wait(act: str, how: str, tmp_path: Path) -> None:
     """For every n: cut short at the n-th suspension; nothing is left, old steps load, the next save works."""
@@ -140,9 +138,7 @@ async def give_up(saver: Saver) -> None:
 LEAVING: dict[str, Act] = {a.__name__: a for a in (leave, leave_by_error, give_up)}
 
 
-@pytest.mark.parametrize(
-    "how", ["native", *(pytest.param(w, marks=pytest.mark.slow) for w in WAYS if w != "native")]
-)
+@pytest.mark.parametrize("how", CANCELLATIONS)
 @pytest.mark.parametrize("act", LEAVING)
 async def test_leaving_is_cancelled_at_any_wait(act: str, how: str, tmp_path: Path) -> None:
     """For every n: it drains all the same, and only then the cancellation goes on."""
