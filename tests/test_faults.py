@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import itertools
 import shutil
-import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -168,6 +167,8 @@ async def sweep_saves(bench: Bench, kind: Kind, act: Save, *, step: int, code: i
         async with entered(store) as saver:
             arm(counter, n)
             error = await attempt(lambda: act(saver))
+            with suppress(CheckpointError):
+                await saver.drain()  # older generations are removed after the save has returned
             if not counter.fired:
                 assert error is None
                 assert n > 8
@@ -231,9 +232,7 @@ async def test_writing_a_step_anew_may_fail_at_any_operation(floor: str, kind: K
     """`overwrite=True`: the older generation is there until the newer one is."""
     bench = Bench(floor, tmp_path)
     await bench.make_template(OLD)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "cannot remove step-", RuntimeWarning)
-        await sweep_saves(bench, kind, lambda s: s.save(state_of(NEW), step=OLD, overwrite=True), step=OLD)
+    await sweep_saves(bench, kind, lambda s: s.save(state_of(NEW), step=OLD, overwrite=True), step=OLD)
 
 
 @pytest.mark.slow

@@ -75,6 +75,7 @@ async def record(base: Path, run: str, act: Act, files: FaultyFiles | None = Non
     tree = read_tree(base)
     async with Saver(LocalStore(base / run, files=files)) as saver:
         await act(saver)
+        await saver.drain()
         log = list(files.log)
     return Recording(base, tree, log)
 
