@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from aiockpt._manifest import MANIFEST
 from aiockpt.catalog import Catalog, load
 from aiockpt.errors import (
     CheckpointError,
@@ -21,7 +22,8 @@ from aiockpt.errors import (
     StepNotFoundError,
     StorageError,
 )
-from aiockpt.storage import open_store
+from aiockpt.saver import Saver
+from aiockpt.storage import Entry, open_store
 from aiockpt.storage.memory import MemoryStore
 from aiockpt.testing import FaultyStore
 from tests.make_checkpoint import alike, make_checkpoint
@@ -199,3 +201,47 @@ async def test_other_attempts_beside_a_step(tmp_path: Path) -> None:
     (made.folder / "fedcba98-part-00000.json").write_bytes(b"old")
     async with Catalog(tmp_path) as catalog:
         assert (await catalog.load())["n"] == 3
+
+
+class Deleting(MemoryStore):
+    """A store on which somebody deletes a step, manifest first, when its folder is listed."""
+
+    victim = ""
+
+    async def list(self, folder: str = "") -> list[Entry]:
+        if folder and folder == self.victim:
+            await self.delete(f"{folder}/{MANIFEST}")
+            names = [entry.name for entry in await super().list(folder)]
+            await self.delete(f"{folder}/{names[0]}")
+        return await super().list(folder)
+
+
+async def test_a_half_deleted_step_is_no_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A step whose deletion has begun when we look is gone, not damaged."""
+    store = Deleting()
+    for step in (1, 2):
+        await put_step(store, make_checkpoint(tmp_path, state(step), step, prefix=True).folder)
+    store.victim = "step-00000002"
+    async with Catalog(store) as catalog:
+        found = await catalog.latest()
+        assert found is not None
+        assert (found.step, found.skipped) == (1, ())
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("where", ["folder", "memory"])
+async def test_what_a_saver_writes(tmp_path: Path, where: str) -> None:
+    """What the real writer makes is what the reader takes, on either kind of store."""
+    store = open_store(tmp_path / "run") if where == "folder" else MemoryStore()
+    big = {"m": {"a": torch.randn(3 << 20), "b": torch.randn(1000, 7).t(), "c": torch.arange(3)}, "n": "x"}
+    async with Saver(store) as saver:
+        await saver.save(big, step=1, files={"c.json": b"{}"}, metrics={"loss": 2.5}, meta={"k": (1, 2)})
+        await saver.save(state(2), step=2)
+    async with Catalog(store) as catalog:
+        assert await catalog.steps() == (1, 2)
+        first = await catalog.get(1)
+        assert (first.metrics, first.meta, first.files) == ({"loss": 2.5}, {"k": (1, 2)}, ("c.json",))
+        assert await catalog.read_file(first, "c.json") == b"{}"
+        assert (await catalog.verify(1)).tensors == 3
+        assert alike(await catalog.load(first), big)
+        assert alike(await catalog.load(), state(2))

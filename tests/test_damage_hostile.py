@@ -181,6 +181,16 @@ async def test_part_and_manifest_name_the_same_files(single: Made, missing_in: s
     assert caught.value.file == "extra"
 
 
+async def test_part_and_manifest_agree_on_checksums(single: Made) -> None:
+    """Two sound records of one data file that differ are damage, whichever of them is true."""
+    part, shard = single.records()
+    single.write([part, FileRecord(shard.name, "shard", shard.size, "f" * 16)])
+    async with Catalog(single.folder.parent) as catalog:
+        with pytest.raises(CorruptCheckpointError, match="agree") as caught:
+            await catalog.load(STEP)
+    assert caught.value.file == shard.name
+
+
 async def test_verify_with_many_layouts(tmp_path: Path) -> None:
     """Verifying understands every name that our own files give to tensors."""
     odd = {

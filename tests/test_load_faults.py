@@ -10,12 +10,14 @@ import anyio
 import pytest
 import torch
 
+from aiockpt._fetch import WORKERS
 from aiockpt._memory import BlockPool
 from aiockpt.catalog import Catalog, load
 from aiockpt.errors import (
     CorruptCheckpointError,
     StorageError,
 )
+from aiockpt.layouts.per_item import PerItem
 from aiockpt.storage import open_store
 from aiockpt.testing import FaultyStore
 from tests.loading import SMALL, mixed, quiet
@@ -59,6 +61,20 @@ async def test_every_fault_is_a_typed_error(tmp_path: Path) -> None:
         quiet()
         store.heal()
     assert alike(await load(tmp_path, budget=SMALL), state)
+
+
+async def test_a_failure_ends_the_others(tmp_path: Path) -> None:
+    """After the first failed read no new ones are begun, and the error comes out bare."""
+    state = {"m": {f"k{i}": torch.full((100,), float(i)) for i in range(60)}}
+    make_checkpoint(tmp_path, state, 1, layout=PerItem(shard_bytes=400))
+    probe = FaultyStore(open_store(tmp_path))
+    await load(probe)
+    first = next(i for i, operation in enumerate(probe.operations) if "read_into" in operation)
+    store = FaultyStore(open_store(tmp_path), first)
+    with pytest.raises(StorageError):
+        await load(store)
+    begun = [operation for operation in store.operations[first:] if "read_into" in operation]
+    assert len(begun) <= 2 * WORKERS
 
 
 @pytest.mark.usefixtures("poisoned")
