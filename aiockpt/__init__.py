@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from . import sync
 from ._memory import ByteBudget
+from ._preemption import Preemption, preemption
 from ._version import __version__
 from .catalog import Catalog, latest, load
 from .checkpoint import Checkpoint, LoadReport
@@ -26,6 +27,8 @@ from .errors import (
     DrainTimeoutError,
     PickleRefusedError,
     PreviousSaveError,
+    PublishError,
+    RunLockedError,
     SaveCancelledError,
     SaveError,
     SaveErrors,
@@ -40,9 +43,11 @@ from .errors import (
     UsageError,
 )
 from .layouts.per_item import PerItem
+from .listeners import Failure, Listener
 from .pending import Event, PendingSave, Phase
 from .reader import CheckpointReader
 from .saver import Saver
+from .stats import SaverStats
 from .storage import Store, open_store
 from .values import Record, register_leaf
 from .values.rng import RngState
@@ -60,19 +65,25 @@ __all__ = [
     "CorruptCheckpointError",
     "DrainTimeoutError",
     "Event",
+    "Failure",
+    "Listener",
     "LoadReport",
     "PendingSave",
     "PerItem",
     "Phase",
     "PickleRefusedError",
+    "Preemption",
     "PreviousSaveError",
+    "PublishError",
     "Record",
     "RngState",
+    "RunLockedError",
     "SaveCancelledError",
     "SaveError",
     "SaveErrors",
     "SavePlan",
     "Saver",
+    "SaverStats",
     "StateMismatchError",
     "StateMutatedError",
     "StepError",
@@ -88,6 +99,7 @@ __all__ = [
     "latest",
     "load",
     "open_store",
+    "preemption",
     "register_leaf",
     "sync",
 ]

@@ -52,6 +52,7 @@ def build_manifest(
     run_id: str,
     metrics: Any,
     meta: Any,
+    markers: Sequence[str] = (),
 ) -> Manifest:
     """Put the parts together; pure but for the clock."""
     ordered = check_parts(parts, save_id)
@@ -67,6 +68,7 @@ def build_manifest(
         items=merge_items(ordered),
         files=records,
         writer=WRITER,
+        markers=list(markers),
     )
 
 

@@ -50,6 +50,7 @@ class Content:
         metrics: numbers by name.
         meta: plain values.
         files: the user's own files.
+        markers: empty files that may come into the folder after the commit.
 
     Raises:
         UsageError: a metric is no number, a file's name is not usable.
@@ -67,6 +68,7 @@ class Content:
         metrics: Mapping[str, float] | None,
         meta: Any,
         files: Mapping[str, UserFile] | None,
+        markers: Sequence[str] = (),
     ) -> None:
         self.step = step
         self.save_id = save_id
@@ -75,7 +77,7 @@ class Content:
         self.witness: Witness | None = None
         self.rank, self._world = rank, world
         self._layout = layout
-        self._extra = encode_extra(metrics, meta, step)
+        self._extra = {**encode_extra(metrics, meta, step), "markers": markers}
         self._files = check_files(files or {})
 
     def lay_out(self, captured: Captured) -> None:
@@ -87,6 +89,7 @@ class Content:
         self.captured = captured
         shards = plan_shards(captured.table, self._layout, rank=self.rank)
         taken = {shard.name for shard in shards} | {part_name(rank) for rank in range(self._world)}
+        taken.update(self._extra["markers"])
         clash = sorted(taken & self._files.keys())
         if clash:
             message = f"files= may not use the name {clash[0]!r}: the checkpoint needs it"

@@ -17,7 +17,7 @@ from ._place import as_step
 from ._request import Request, SaveOptions
 from ._saving import Saving
 from .checkpoint import Checkpoint
-from .errors import BusyError
+from .errors import BusyError, UsageError
 from .pending import PendingSave
 
 
@@ -29,6 +29,9 @@ class Intake:
         on_overlap: what happens when too many saves are pending.
         on_failure: whether the next save raises what nobody was told of.
         allow_pickle: store what has no codec as a pickle.
+
+    Raises:
+        UsageError: an option is none of its words.
     """
 
     def __init__(
@@ -39,6 +42,10 @@ class Intake:
         on_failure: Literal["raise", "log"],
         allow_pickle: bool,
     ) -> None:
+        if on_overlap not in ("wait", "error"):
+            raise UsageError(f"on_overlap is 'wait' or 'error', not {on_overlap!r}")
+        if on_failure not in ("raise", "log"):
+            raise UsageError(f"on_failure is 'raise' or 'log', not {on_failure!r}")
         self._owner = Owner()
         self._saving = saving
         self._on_overlap = on_overlap
@@ -62,7 +69,8 @@ class Intake:
         take = partial(self._capture, state, pending.step)
         request = Request(pending, writer, options.get("overwrite", False), take)
         if self._exclusion.try_read():
-            request.capture()
+            with pending._blocking():
+                request.capture()
         return request
 
     def _capture(self, state: Any, step: int) -> Captured:
@@ -98,7 +106,8 @@ class Intake:
             if request.held is None:
                 message = f"step {request.step}: a thread is inside saver.mutating()"
                 raise BusyError(message, step=request.step)
-            request.writer.fill_now(request.captured, self._saving.reserve.pool_now)
+            with request.pending._blocking():
+                request.writer.fill_now(request.captured, self._saving.reserve.pool_now)
             request.copied = True
         except BaseException:
             request.drop()
@@ -124,13 +133,14 @@ class Intake:
 
     async def _start_watched(self, request: Request) -> PendingSave:
         """Start a save whose caller runs on while it reads the state."""
-        await self._hold(request)
-        try:
-            await request.writer.watch(request.captured)
-        except BaseException:
-            request.drop()
-            raise
-        return self._begin(request)
+        with request.pending._blocking():
+            await self._hold(request)
+            try:
+                await request.writer.watch(request.captured)
+            except BaseException:
+                request.drop()
+                raise
+            return self._begin(request)
 
     async def _hold(self, request: Request) -> None:
         if request.held is None:  # a thread was inside `mutating()` at the call
@@ -138,8 +148,9 @@ class Intake:
             request.capture()
 
     async def _stage(self, request: Request) -> PendingSave:
-        await self._start(request)
-        return await self._staged(request)
+        with request.pending._blocking():
+            await self._start(request)
+            return await self._staged(request)
 
     async def _staged(self, request: Request) -> PendingSave:
         await self._saving.own(request)
@@ -158,4 +169,5 @@ class Intake:
         if failed:
             await self._saving.withdraw(request)
         else:
-            await self._staged(request)
+            with request.pending._blocking():
+                await self._staged(request)

@@ -33,15 +33,26 @@ KEPT = 100
 
 
 class Ledger:
-    """The saves of one saver."""
+    """The saves of one saver.
+
+    Args:
+        max_pending: how many may be under way at the same time.
+
+    Raises:
+        UsageError: it is not at least 1.
+    """
 
     def __init__(self, max_pending: int) -> None:
+        if max_pending < 1:
+            raise UsageError(f"max_pending must be at least 1, not {max_pending}")
         self.max_pending = max_pending
         self.active: list[Request] = []
         """Begun and not done, oldest first."""
         self.failures: deque[CheckpointError] = deque(maxlen=KEPT)
         self.never_awaited: list[int] = []
         """Steps of calls that can no longer be awaited."""
+        self.other_errors: list[CheckpointError] = []
+        """Of what went on beside the saves; raised when the saver drains."""
         self._unreported: list[PendingSave] = []
 
     def refuse_if_busy(self, step: int) -> None:
@@ -127,7 +138,8 @@ class Ledger:
             CheckpointError: the one error there is, or `SaveErrors` of several.
         """
         errors = [first] if first is not None else []
-        errors += self.take_unreported()
+        errors += self.take_unreported() + self.other_errors
+        self.other_errors = []
         if self.never_awaited:
             steps, self.never_awaited = self.never_awaited, []
             shown = ", ".join(map(str, steps))

@@ -177,8 +177,9 @@ async def check_files(store: Store, candidate: Candidate, manifest: Manifest) ->
 def files_problem(manifest: Manifest, entries: Sequence[Entry]) -> tuple[str, str] | None:
     """(file, what is wrong) with a step's folder, or None. Pure.
 
-    Tolerated are names of deleted files that NFS keeps for others (`.nfs...`), and on stores
-    where attempts share the step's folder, files of other attempts.
+    Tolerated are the empty markers that the manifest allows, names of deleted files that NFS
+    keeps for others (`.nfs...`), and on stores where attempts share the step's folder, files of
+    other attempts.
     """
     there = {entry.name: entry for entry in entries}
     for record in manifest.files:
@@ -188,6 +189,9 @@ def files_problem(manifest: Manifest, entries: Sequence[Entry]) -> tuple[str, st
         if entry.size != record.size:
             return record.name, f"the file has {entry.size} bytes instead of {record.size}"
     there.pop(MANIFEST, None)
+    for name in manifest.markers:
+        if name in there and there[name].size == 0:
+            del there[name]
     own = f"{manifest.save_id[:8]}"
     shared = all(record.name.startswith(own) for record in manifest.files) and bool(manifest.files)
     for name in there:

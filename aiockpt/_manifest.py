@@ -77,6 +77,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: list[FileRecord]
     writer: str = ""
     """The library's version that wrote it."""
+    markers: list[str] = []
+    """Empty files that may appear in the step's folder after the commit."""
 
 
 class ShardRecord(msgspec.Struct, frozen=True, gc=False):
@@ -234,6 +236,9 @@ def _file_problem(manifest: Manifest) -> str | None:
         if record.size < 0 or len(record.digest) != HEX or record.kind not in ("part", "shard", "user"):
             return f"bad record of file {record.name!r}"
         seen.add(record.name)
+    for name in manifest.markers:
+        if not is_plain_name(name) or name == MANIFEST or name in seen:
+            return f"bad name of a marker {name[:80]!r}"
     return None
 
 

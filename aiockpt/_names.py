@@ -16,7 +16,7 @@ from .errors import UsageError
 
 STEP_FORMAT: Final = "step-{:08d}"
 RUN_FILE: Final = "run.json"
-RESERVED: Final = frozenset({"run.json", "leases", "aliases", "lock"})
+RESERVED: Final = frozenset({"run.json", "leases", "aliases", "lock", "files"})
 """Names in a run's folder that no step may have."""
 _DIGITS: Final = 19
 """A step has at most this many digits: it fits in 64 bits everywhere."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from ._door import translate
 from ._names import RESERVED, RUN_FILE, StepNames
+from ._runfiles import RunFiles
 from .catalog import Catalog
 from .checkpoint import Checkpoint
 from .errors import CorruptCheckpointError, StepError, StepExistsError, UnsupportedFormatError, UsageError
@@ -49,11 +50,12 @@ def as_json(value: Any, what: str) -> Any:
         raise UsageError(f"{what} must be plain JSON: {error}") from error
 
 
-async def open_run(store: Store, names: StepNames, meta: Any) -> str:
+async def open_run(store: Store, names: StepNames, meta: Any, files: RunFiles) -> str:
     """The run's id: read from `run.json`, or made now and kept from then on.
 
     Raises:
-        UsageError: the run was begun with another `step_format`, or `meta` cannot be kept.
+        UsageError: the run was begun with another `step_format` or another content of one of
+            its files, or `meta` cannot be kept.
         CorruptCheckpointError: `run.json` is there and is not one.
     """
     fresh = {
@@ -62,6 +64,7 @@ async def open_run(store: Store, names: StepNames, meta: Any) -> str:
         "created": time.time(),
         "step_format": names.step_format,
         "meta": meta,
+        "files": files.record,
     }
     try:
         await store.put(RUN_FILE, _encode_run(fresh), if_absent=True)
@@ -74,6 +77,9 @@ async def open_run(store: Store, names: StepNames, meta: Any) -> str:
             "pass the run's own step_format=, or use a new run folder",
             file=RUN_FILE,
         )
+    merged = files.merge(record.get("files"))
+    if files.record and merged != record.get("files"):
+        await store.put(RUN_FILE, _encode_run({**record, "files": merged}))
     return str(record["run_id"])
 
 

@@ -31,7 +31,7 @@ class Rhythm(Intake):
 
         A save of any kind, and a restore, is where it counts from.
         """
-        return self._due.ask(as_step(step))
+        return self._ask(as_step(step))
 
     def stage_if_due(
         self,
@@ -71,7 +71,11 @@ class Rhythm(Intake):
         self._owner.check()
         number = as_step(step)
         self._last = (state, number, options)
-        return self._due.ask(number)
+        return self._ask(number)
+
+    def _ask(self, step: int) -> bool:
+        self._due.preempted = self._saving.beside.preempted
+        return self._due.ask(step)
 
     async def _stage_or_skip(self, request: Request, if_busy: str) -> PendingSave | None:
         decision = Decision(Kind.ADMIT, request.step)
@@ -105,8 +109,7 @@ class Rhythm(Intake):
 
     def _measure(self, pending: PendingSave) -> None:
         """Learn from a committed save what saves cost."""
-        seconds = pending.seconds
-        self._due.measured(blocked=seconds.get(Phase.STAGED), write=seconds.get(Phase.COMMITTED))
+        self._due.measured(blocked=pending.blocked_seconds, write=pending.seconds.get(Phase.COMMITTED))
 
 
 async def _nothing() -> None:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from . import _threads
+from ._beside import Beside
 from ._door import forget_frames, translate
 from ._housekeeping import Housekeeping
-from ._ledger import Ledger
 from ._place import Places
 from ._request import Request
 from ._reserve import Reserve
@@ -39,8 +40,8 @@ class Saving:
         store: of the run.
         places: decides the folders.
         reserve: gives the blocks.
-        max_pending: saves under way at the same time.
         housekeeping: deletes what retention lets go.
+        beside: told of everything.
     """
 
     def __init__(
@@ -48,12 +49,13 @@ class Saving:
         store: Store,
         places: Places,
         reserve: Reserve,
-        max_pending: int,
         housekeeping: Housekeeping,
+        beside: Beside,
     ) -> None:
-        self.ledger = Ledger(max_pending)
+        self.ledger = beside.ledger
         self.reserve = reserve
         self.housekeeping = housekeeping
+        self.beside = beside
         self.after_commit: list[Callable[[PendingSave, Checkpoint], None]] = []
         """Told at once of each commit, on the loop; must neither block nor raise."""
         self._store = store
@@ -73,6 +75,7 @@ class Saving:
         name = f"aiockpt save of step {request.step}"
         request.task = pending._loop.create_task(self._run(request), name=name, context=request.context)
         request.task.add_done_callback(partial(self._see_off, request))
+        self.beside.begun(pending)
         return pending
 
     async def own(self, request: Request) -> None:
@@ -104,7 +107,12 @@ class Saving:
         request.drop()
         if error is not None:
             forget_frames(error)  # while they are all ours: nobody has been told yet
+        self._end(request, error)
+
+    def _end(self, request: Request, error: CheckpointError | None) -> None:
         self.ledger.end(request, error)
+        if error is not None:
+            self.beside.failed(request.pending, error)
 
     async def _try(self, request: Request, retire: list[str]) -> CheckpointError | None:
         """From admission to commit; fills `retire` with older folders of the same step."""
@@ -125,7 +133,7 @@ class Saving:
                 task.exception()
             request.writer.forget()
             request.drop()
-            self.ledger.end(request, _cancelled(request))
+            self._end(request, _cancelled(request))
 
     async def _write(self, request: Request) -> list[str]:
         """Admission, plan, stage, write; returns older folders of the same step."""
@@ -137,14 +145,19 @@ class Saving:
         plan = await writer.plan_captured(request.captured)
         pool = await self.reserve.pool(plan)
         writer.use(pool, pool.budget.next_order())
-        writer.on_staged = partial(pending._reach, Phase.STAGED)
+        writer.on_staged = partial(self._staged, pending)
         pending._reach(Phase.PLANNED)
         request.record = await writer.write()
         pending._reach(Phase.WRITTEN)
         return retire
 
+    def _staged(self, pending: PendingSave) -> None:
+        pending._reach(Phase.STAGED)
+        self.beside.staged(pending)
+
     async def _commit(self, request: Request) -> None:
         await self.ledger.turn(request)
+        await self._places.lock.check()
         request.committing = True
         assert request.record is not None
         writer = request.writer
@@ -157,6 +170,7 @@ class Saving:
                 request.pending._commit(writer.checkpoint)
                 for tell in self.after_commit:
                     tell(request.pending, writer.checkpoint)
+                self.beside.committed(request.pending, writer.checkpoint)
 
     async def _retire(self, names: list[str]) -> None:
         """The step was written anew: take older generations away. Failing that is no failure."""
@@ -180,6 +194,7 @@ class Saving:
         Raises:
             DrainTimeoutError: some did not end; their threads were written off.
         """
+        deadline = None if seconds is None else time.monotonic() + seconds
         try:
             tasks = self._tasks()
             if tasks:
@@ -187,6 +202,7 @@ class Saving:
                 if stuck:
                     await self._write_off(stuck, seconds or 0.0)
         finally:
+            await self.beside.close(deadline)
             await self.housekeeping.close()
             self.reserve.close()
             _threads.trim()

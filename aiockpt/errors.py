@@ -10,6 +10,7 @@ CheckpointError(Exception)
 │   └── PickleRefusedError                    the checkpoint holds pickled values; say allow_pickle=True
 ├── StepExistsError(FileExistsError)        choose another step, or overwrite=True
 ├── StepNotFoundError(FileNotFoundError)    choose another step
+├── RunLockedError(BlockingIOError)         somebody else writes the run; says who and since when
 ├── CorruptCheckpointError(ValueError)      choose another checkpoint; the evidence stays on disk
 ├── UnsupportedFormatError(ValueError)      written by a newer aiockpt; upgrade
 ├── StateMismatchError(ValueError)          checkpoint and target differ; nothing was touched
@@ -19,6 +20,7 @@ CheckpointError(Exception)
 │   ├── PreviousSaveError                     an earlier save failed unseen; the new one goes on
 │   ├── DrainTimeoutError(TimeoutError)       a save did not end within drain_timeout
 │   └── CommitUnknownError                    the commit may or may not have happened
+├── PublishError(RuntimeError)              the step is committed; telling others of it failed
 └── SaveErrors(ExceptionGroup)              several saves failed
 ```
 
@@ -29,7 +31,7 @@ they do not apply): the step, the file or key, and where in the state it happene
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 __all__ = [
@@ -40,6 +42,8 @@ __all__ = [
     "DrainTimeoutError",
     "PickleRefusedError",
     "PreviousSaveError",
+    "PublishError",
+    "RunLockedError",
     "SaveCancelledError",
     "SaveError",
     "SaveErrors",
@@ -152,6 +156,20 @@ class StepExistsError(CheckpointError, FileExistsError):
 
 class StepNotFoundError(CheckpointError, FileNotFoundError):
     """The run has no such checkpoint."""
+
+
+class RunLockedError(CheckpointError, BlockingIOError):
+    """Somebody else writes the run: a run has one writer at a time.
+
+    Attributes:
+        holder: what is known of him: `host`, `pid`, `job` and the like; None for nothing.
+        since: seconds since 1970 on his clock; None when unknown.
+    """
+
+    def __init__(self, message: str, *, file: str | None = None, holder: Mapping[str, Any] | None = None):
+        super().__init__(message, file=file)
+        self.holder = dict(holder) if holder is not None else None
+        self.since: float | None = self.holder.get("since") if self.holder is not None else None
 
 
 class CorruptCheckpointError(CheckpointError, ValueError):
@@ -319,6 +337,20 @@ class DrainTimeoutError(SaveError, TimeoutError):
 
 class CommitUnknownError(SaveError):
     """The commit may or may not have happened; the manifest on disk is the truth."""
+
+
+class PublishError(CheckpointError, RuntimeError):
+    """The step is committed, and a publisher failed for good; only ever in `saver.failures`.
+
+    Attributes:
+        publisher: its name.
+    """
+
+    def __init__(
+        self, message: str, *, step: int | None = None, file: str | None = None, publisher: str = ""
+    ) -> None:
+        super().__init__(message, step=step, file=file)
+        self.publisher = publisher
 
 
 class SaveErrors(ExceptionGroup[Exception], CheckpointError):

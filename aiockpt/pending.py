@@ -10,9 +10,10 @@ saver's business.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -70,6 +71,8 @@ class PendingSave(Awaitable[Checkpoint]):
         save_id: names this save for ever.
         progress: bytes staged, written and in total.
         capture_seconds: how long the call itself took, which is all the loop stood still.
+        blocked_seconds: how long the save has kept its caller so far: the call, and the waits
+            until the state may change.
     """
 
     def __init__(self, step: int, save_id: str, loop: asyncio.AbstractEventLoop) -> None:
@@ -77,6 +80,7 @@ class PendingSave(Awaitable[Checkpoint]):
         self.save_id = save_id
         self.progress = Progress(notify=self._wake)
         self.capture_seconds = 0.0
+        self.blocked_seconds = 0.0
         self._loop = loop
         self._phase = Phase.CALLED
         self._called = time.perf_counter()
@@ -210,6 +214,15 @@ class PendingSave(Awaitable[Checkpoint]):
         return Event(self.step, phase, p.staged, p.written, p.total, self._error)
 
     # What follows is for the saver.
+
+    @contextlib.contextmanager
+    def _blocking(self) -> Iterator[None]:
+        """The caller is kept meanwhile."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.blocked_seconds += time.perf_counter() - start
 
     def _reach(self, phase: Phase) -> None:
         if phase > self._phase:

@@ -6,22 +6,27 @@ import asyncio
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
 from . import _threads
+from ._beside import Beside
 from ._calls import Staging
 from ._driven import DrivenWriter
 from ._due import Due
+from ._facts import Facts
 from ._housekeeping import Housekeeping
-from ._ledger import add_notes
+from ._ledger import Ledger, add_notes
 from ._memory import ByteBudget
 from ._names import STEP_FORMAT, StepNames
+from ._on_error import OnError, run_on_error
 from ._place import Places, as_json, as_step, open_run
+from ._preemption import Preemption
 from ._ranks import SoloCoordinator
+from ._records import UserFile
 from ._request import SaveOptions
 from ._reserve import Reserve
 from ._retention import Retention
@@ -29,17 +34,18 @@ from ._rhythm import Rhythm
 from ._saving import Saving
 from .catalog import Catalog, LoadOptions
 from .checkpoint import Checkpoint
-from .errors import CheckpointError, DrainTimeoutError, StorageError, UsageError
+from .errors import CheckpointError, DrainTimeoutError, StorageError
 from .layouts import Layout
 from .pending import PendingSave
 from .policies import Keep, KeepFunction, When, as_keep
 from .policies.keep import KeepAll
+from .publish import Publisher, PublishFunction
 from .storage import Store, open_store
 
 __all__ = ["Saver"]
 
 
-class Saver(Rhythm):
+class Saver(Rhythm, Facts):
     """Writes the checkpoints of one run.
 
     An async context manager; it must be entered. Leaving it drains what is pending and
@@ -64,6 +70,14 @@ class Saver(Rhythm):
         when: when a save is due (`aiockpt.policies.when`), for `due` and `stage_if_due`.
         save_last: save at the end what `stage_if_due` last saw, if it is not committed.
         clock: monotonic seconds, for tests.
+        listeners: told what happens to saves; see `aiockpt.listeners`.
+        publish: told of each commit after it happened (`aiockpt.publish`): publishers, or
+            functions of a checkpoint.
+        run_files: files of the whole run, by name: written to `RUN/files` in the background
+            once, named with their digests in `run.json`; content or paths to copy.
+        save_on_error: called with the exception when the body of `async with` raised (or was
+            cancelled), before the drain; sync or async. It may save. Its own error becomes a note.
+        preemption: a notice (`aiockpt.preemption`) that sets `stop_requested`.
 
     Raises:
         UsageError: an option is wrong. Nothing was written.
@@ -87,13 +101,12 @@ class Saver(Rhythm):
         when: When | None = None,
         save_last: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        listeners: Sequence[object] = (),
+        publish: Sequence[Publisher | PublishFunction] = (),
+        run_files: Mapping[str, UserFile] | None = None,
+        save_on_error: OnError | None = None,
+        preemption: Preemption | None = None,
     ) -> None:
-        if on_overlap not in ("wait", "error"):
-            raise UsageError(f"on_overlap is 'wait' or 'error', not {on_overlap!r}")
-        if on_failure not in ("raise", "log"):
-            raise UsageError(f"on_failure is 'raise' or 'log', not {on_failure!r}")
-        if max_pending < 1:
-            raise UsageError(f"max_pending must be at least 1, not {max_pending}")
         self.store = open_store(run)
         self.run_id = ""
         """The run's id, once the saver is entered."""
@@ -101,6 +114,7 @@ class Saver(Rhythm):
         self._layout = layout
         self._drain_timeout = drain_timeout
         self._meta = as_json(meta or {}, "meta")
+        self._save_on_error = save_on_error
         self._names = StepNames(step_format)
         self._catalog = Catalog(self.store, allow_pickle=allow_pickle, step_format=step_format)
         self._places = Places(self.store, self._names, self._catalog)
@@ -109,7 +123,16 @@ class Saver(Rhythm):
             self.store, self._catalog.checkpoints, self._pinned, grace=keep_grace, clock=clock
         )
         self._housekeeping = Housekeeping(retention, as_keep(keep or KeepAll()))
-        saving = Saving(self.store, self._places, reserve, max_pending, self._housekeeping)
+        self._beside = Beside(
+            self.store,
+            Ledger(max_pending),
+            self._places,
+            listeners=listeners,
+            publish=publish,
+            run_files=run_files,
+            preemption=preemption,
+        )
+        saving = Saving(self.store, self._places, reserve, self._housekeeping, self._beside)
         saving.after_commit += [self._note_commit]
         self._due = Due(when, clock)
         self._keep_last = save_last and when is not None
@@ -122,7 +145,8 @@ class Saver(Rhythm):
         self._owner.enter()
         try:
             await self.store.prepare()
-            self.run_id = await open_run(self.store, self._names, self._meta)
+            await self._beside.run_files.read()
+            self.run_id = await open_run(self.store, self._names, self._meta, self._beside.run_files)
             await self.store.sweep()
             await self._places.refresh()
             await self._saving.reserve.open()
@@ -132,6 +156,7 @@ class Saver(Rhythm):
                 raise
             where = str(error.filename or self.store.url)
             raise StorageError.wrap(error, "cannot open the run in", file=where) from error
+        self._beside.enter(self, self._catalog.latest)
         return self
 
     async def __aexit__(
@@ -149,12 +174,14 @@ class Saver(Rhythm):
             if request.needs_state:
                 request.cancel()
         try:
+            if self._save_on_error is not None and self._owner.open:
+                await _threads.settle(run_on_error(self._save_on_error, body, self._drain_timeout))
             await self.aclose()
         except CheckpointError as error:
             add_notes(body, [error])
 
     async def drain(self, *, timeout: float | None = None) -> None:
-        """Wait until nothing is pending, then raise what nobody was told of.
+        """Wait until nothing is pending and all is published, then raise what nobody was told of.
 
         Cancelled, or timed out, only the wait ends.
 
@@ -169,6 +196,7 @@ class Saver(Rhythm):
         try:
             async with asyncio.timeout(timeout) as limit:
                 await self._saving.idle()
+                await self._beside.idle()
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -322,7 +350,9 @@ class Saver(Rhythm):
         if checkpoint is None:
             return None
         if rewind:
+            await self._beside.idle()  # no publisher is at work on what goes
             await self._places.rewind(checkpoint)
+            self._beside.rewound(checkpoint)
         self._housekeeping.retention.resumed_from = checkpoint.name
         self._due.restored(checkpoint.step)
         return checkpoint
@@ -344,16 +374,6 @@ class Saver(Rhythm):
         """
         return self._exclusion.mutating(self._owner.thread)
 
-    @property
-    def pending(self) -> tuple[PendingSave, ...]:
-        """The saves under way, oldest first."""
-        return tuple(request.pending for request in self._saving.ledger.active)
-
-    @property
-    def failures(self) -> tuple[CheckpointError, ...]:
-        """The errors of past saves, the last hundred."""
-        return tuple(self._saving.ledger.failures)
-
     def _writer(self, pending: PendingSave, options: SaveOptions) -> DrivenWriter:
         return DrivenWriter(
             self.store,
@@ -364,6 +384,7 @@ class Saver(Rhythm):
             metrics=options.get("metrics"),
             meta=options.get("meta"),
             files=options.get("files"),
+            markers=self._beside.publishing.markers,
             layout=self._layout,
             progress=pending.progress,
         )

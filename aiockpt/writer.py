@@ -53,6 +53,7 @@ class CheckpointWriter:
         metrics: numbers by name, kept in the manifest.
         meta: plain values, kept in the manifest.
         files: the user's own files to commit with the step, by name.
+        markers: names of empty files that a publisher may put beside them after the commit.
         layout: which tensor goes into which file.
         pool: host memory shared with other saves.
         rank: this process's number; rank 0 must have staged before others do.
@@ -76,6 +77,7 @@ class CheckpointWriter:
         metrics: Mapping[str, float] | None = None,
         meta: Any = None,
         files: Mapping[str, UserFile] | None = None,
+        markers: Sequence[str] = (),
         layout: Layout | None = None,
         pool: BlockPool | None = None,
         rank: int = 0,
@@ -94,7 +96,7 @@ class CheckpointWriter:
         self.on_staged: Callable[[], None] | None = None
         self.checkpoint: Checkpoint | None = None
         """What `finish` returned: it is committed."""
-        extra = {"metrics": metrics, "meta": meta, "files": files}
+        extra = {"metrics": metrics, "meta": meta, "files": files, "markers": markers}
         self._content = Content(step, self.save_id, rank, world, layout or PerItem(), **extra)
         self._pool, self._order = pool, 0
         self._reserve = Reserve(None)  # for those who bring no pool

@@ -1,0 +1,44 @@
+"""What a saver tells about itself, and how it is asked to tell training to stop."""
+
+from __future__ import annotations
+
+from ._beside import Beside
+from ._due import Due
+from .errors import CheckpointError
+from .pending import PendingSave
+from .stats import SaverStats
+
+
+class Facts:
+    """The half of a saver that only looks."""
+
+    _beside: Beside
+    _due: Due
+
+    @property
+    def pending(self) -> tuple[PendingSave, ...]:
+        """The saves under way, oldest first."""
+        return tuple(request.pending for request in self._beside.ledger.active)
+
+    @property
+    def failures(self) -> tuple[CheckpointError, ...]:
+        """The errors of past saves, and of publishers, the last hundred."""
+        return tuple(self._beside.ledger.failures)
+
+    @property
+    def stats(self) -> SaverStats:
+        """What was saved so far and what it cost, as of now."""
+        return self._beside.stats(self._due.skipped)
+
+    @property
+    def stop_requested(self) -> str | None:
+        """Why training is to stop, or None: look at it once a step."""
+        return self._beside.stop_requested
+
+    def request_stop(self, reason: str) -> None:
+        """Ask training to stop; for listeners, from any thread. The first reason stays.
+
+        Nothing is stopped by it: the training loop is to look at `stop_requested`.
+        """
+        if self._beside.stop is None:
+            self._beside.stop = reason
