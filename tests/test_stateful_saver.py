@@ -393,5 +393,5 @@ class Story(RuleBasedStateMachine):
 
 # Without `explain`: its tracer looks at files from within whatever runs, which the guard takes for our doing.
 PHASES = [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain]
-Story.TestCase.settings = settings(max_examples=30, stateful_step_count=15, deadline=None, phases=PHASES)
+Story.TestCase.settings = settings(max_examples=20, stateful_step_count=15, deadline=None, phases=PHASES)
 TestStory = pytest.mark.slow(pytest.mark.timeout(300)(Story.TestCase))
