@@ -105,7 +105,7 @@ async def test_many_shards_need_few_descriptors(tmp_path: Path) -> None:
         most = max(most, len(descriptors()) - before)
 
     assert alike(await load(tmp_path, progress=watch), state)
-    assert 0 < most <= _fetch.OPEN_FIRST + _fetch.WORKERS
+    assert 0 < most <= 24
     assert len(descriptors()) == before
 
 
