@@ -48,6 +48,19 @@ class FileSystem:
         """Give `src` the second name `dst`; FileExistsError if there is anything."""
         os.link(src, dst)
 
+    def symlink(self, target: str, path: str) -> None:
+        """Make `path` a symbolic link to `target`; FileExistsError if there is anything."""
+        os.symlink(target, path)
+
+    def read_link(self, path: str) -> str | None:
+        """Where a symbolic link leads; None for anything else, and for nothing."""
+        try:
+            return os.readlink(path)
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.ENOENT):
+                return None
+            raise
+
     def unlink(self, path: str) -> None:
         """Remove a file."""
         os.unlink(path)

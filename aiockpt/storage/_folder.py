@@ -19,6 +19,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from .._files import FileSystem, Lock
@@ -121,6 +122,30 @@ class RunFolder:
 
     def put(self, path: str, data: bytes, *, if_absent: bool) -> None:
         """Write a small file under its name in one step."""
+        if if_absent and not data:
+            self._put_empty(path)
+            return
+        place = self._place_new if if_absent else self._place
+        self._put(path, partial(self.files.create, data=data), partial(place, path=path, data=data))
+
+    def put_link(self, path: str, target: str) -> None:
+        """Make a symbolic link, or change where one leads, in one step."""
+        if self.files.exists(path) and self.files.read_link(path) is None:
+            raise failure(errno.EEXIST, path)  # a user's own
+        make = partial(self.files.symlink, target)
+        self._put(path, make, partial(self._place_link, path=path, target=target))
+
+    def _put_empty(self, path: str) -> None:
+        # It cannot be seen half written. So no other file shows up, however short: in a step's
+        # folder that would look like damage.
+        try:
+            self.files.create(path, b"")
+        except FileNotFoundError:
+            self.make_folder(os.path.dirname(path))
+            self.files.create(path, b"")
+        self.files.sync_dir(os.path.dirname(path))
+
+    def _put(self, path: str, make: Callable[[str], object], place: Callable[[str], object]) -> None:
         folder = os.path.dirname(path)
         self._put_into.add(folder)
         base = f"{folder}/.put.{uuid.uuid4().hex}"
@@ -131,15 +156,21 @@ class RunFolder:
             self.make_folder(folder)
             lock = self.hold(lock_path, unless=temporary)
         try:
-            self.files.create(temporary, data)
-            place = self._place_new if if_absent else self._place
-            place(temporary, path, data)
+            make(temporary)
+            place(temporary)
         finally:
             with contextlib.suppress(OSError):
                 self.unlink(temporary)
                 self.unlink(lock_path)
             lock.release()
         self.files.sync_dir(folder)
+
+    def _place_link(self, temporary: str, path: str, target: str) -> None:
+        try:
+            self.files.replace(temporary, path)
+        except OSError:
+            if self.files.read_link(path) != target or self.files.exists(temporary):
+                raise  # else it was done, and only the reply got lost
 
     def _place(self, temporary: str, path: str, data: bytes) -> None:
         try:

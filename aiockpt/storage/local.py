@@ -113,6 +113,16 @@ class LocalStore:
         path = self._run.at(check_key(key))
         await offload(lambda: self._run.put(path, data, if_absent=if_absent), lane=Lane.CONTROL)
 
+    async def symlink(self, name: str, target: str) -> None:
+        """Make `name` in the run a link to `target`, in one step and durably.
+
+        Raises:
+            FileExistsError: `name` is there and no link.
+            OSError: the disk failed; the old link is there, or the new one.
+        """
+        path = self._run.at(check_name(name))
+        await offload(self._run.put_link, path, target, lane=Lane.CONTROL)
+
     async def delete(self, key: str) -> None:
         await offload(self._run.remove, self._run.at(check_key(key)), lane=Lane.CONTROL)
 

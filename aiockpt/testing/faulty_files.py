@@ -88,6 +88,12 @@ class FaultyFiles(FileSystem):
     def link(self, src: str, dst: str) -> None:
         self._call("link", src, super().link, src, dst, target=dst, writes=True)
 
+    def symlink(self, target: str, path: str) -> None:
+        self._call("symlink", path, super().symlink, target, path, writes=True)
+
+    def read_link(self, path: str) -> str | None:
+        return self._call("read_link", path, super().read_link, path)
+
     def unlink(self, path: str) -> None:
         self._call("unlink", path, super().unlink, path)
 
