@@ -22,7 +22,8 @@ from .._saving import Saving
 from ..errors import BusyError, CheckpointError, DrainTimeoutError, PreviousSaveError, UsageError
 from ..pending import PendingSave as AsyncPendingSave
 from ._bridge import Bridge, Make
-from ._door import Door, blocking, like
+from ._door import blocking, like
+from ._facts import Facts
 from ._pending import PendingSave
 
 __all__ = ["Saver", "Staging"]
@@ -39,7 +40,7 @@ class _AnyThread(Owner):
         return self.loop
 
 
-class Saver(Door[saver.Saver]):
+class Saver(Facts):
     """Writes the checkpoints of one run, from code that is not async.
 
     A context manager; it must be entered. It has the options, the verbs and the promises
@@ -87,7 +88,11 @@ class Saver(Door[saver.Saver]):
     ) -> None:
         if body is not None and self._bridge is not None and self._bridge.foreign:
             return  # a forked child on its way out of the parent's block
-        self._shut(lambda: self._inner.__aexit__(kind, body, trace))
+        try:
+            if body is not None and not self._closed:
+                self._run_on_error(body)
+        finally:
+            self._shut(lambda: self._inner.__aexit__(kind, body, trace))
 
     def close(self) -> None:
         """Drain and close; any number of times. Leaving the `with` block does it.
@@ -230,31 +235,10 @@ class Saver(Door[saver.Saver]):
         self._open()
         return self._inner.mutating()
 
-    @property
-    def run_id(self) -> str:
-        """The run's id, once the saver is entered."""
-        return self._inner.run_id
-
-    @property
-    def pending(self) -> tuple[PendingSave, ...]:
-        """The saves under way, oldest first."""
-        bridge = self._bridge
-        return () if bridge is None else tuple(map(self._handle, bridge.ask(lambda: self._inner.pending)))
-
-    @property
-    def failures(self) -> tuple[CheckpointError, ...]:
-        """The errors of past saves, the last hundred."""
-        bridge = self._bridge
-        return () if bridge is None else bridge.ask(lambda: self._inner.failures)
-
     # Behind the verbs
 
     def _make_bridge(self) -> Bridge:
         raise UsageError("enter the saver first: `with aiockpt.sync.Saver(...) as saver:`")
-
-    def _handle(self, pending: AsyncPendingSave) -> PendingSave:
-        assert self._bridge is not None
-        return PendingSave(pending, self._bridge)
 
     def _request(self, state: Any, step: int, options: SaveOptions) -> Request:
         """Capture the state here and now, on the thread that calls."""
