@@ -24,7 +24,7 @@ from ._listing import (
 from ._manifest import Manifest
 from ._names import RUN_FILE
 from .checkpoint import Checkpoint
-from .errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
+from .errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, UsageError
 from .storage import Store
 
 __all__ = ["Finder", "Found"]
@@ -128,6 +128,27 @@ class Finder:
         raise StepNotFoundError(
             f"{self.store.url}: steps are deleted faster than they can be read", file=self.store.url
         )
+
+    async def resolve(self, checkpoint: Checkpoint | int) -> Found:
+        """The checkpoint that a caller names, by its record or by its step.
+
+        Raises:
+            UsageError: it is neither.
+            StepNotFoundError: there is none, or it was written anew since the record was got.
+            As `inspect`.
+        """
+        if isinstance(checkpoint, bool) or not isinstance(checkpoint, (int, Checkpoint)):
+            raise UsageError(f"a checkpoint is a Checkpoint or a step, not {checkpoint!r:.80}")
+        if isinstance(checkpoint, int):
+            return await self.get(checkpoint)
+        found = await self.inspect(Candidate(checkpoint.step, checkpoint.generation, checkpoint.name))
+        if found[0].save_id != checkpoint.save_id:
+            raise StepNotFoundError(
+                f"step {checkpoint.step} is not the one you got: it was written anew meanwhile",
+                step=checkpoint.step,
+                file=checkpoint.name,
+            )
+        return found
 
     async def get(self, step: int) -> Found:
         """The newest valid generation of a step.

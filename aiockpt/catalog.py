@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypedDict, Unpack, overload
 
 from ._devices import MapLocation
-from ._finding import Finder, Found
-from ._listing import Candidate, VanishedError, read_manifest
+from ._finding import Finder
+from ._listing import VanishedError, read_manifest
 from ._manifest import Manifest
 from ._memory import ByteBudget
 from .checkpoint import Checkpoint
@@ -85,8 +85,6 @@ class Catalog:
         if self._owned:
             await self.store.aclose()
 
-    # -------------------------------------------------------------- listing
-
     async def steps(self) -> tuple[int, ...]:
         """The committed steps, ascending: those whose manifest is sound.
 
@@ -155,8 +153,6 @@ class Catalog:
             StorageError: the store failed.
         """
         return (await self._finder.get(step))[0]
-
-    # -------------------------------------------------------------- loading
 
     @overload
     async def load(
@@ -243,7 +239,7 @@ class Catalog:
             if not present:
                 raise StepNotFoundError(f"{self.store.url} has no checkpoint", file=self.store.url)
             checkpoint = present[-1].step
-        return await self._reader(*await self._resolve(checkpoint)).verify()
+        return await self._reader(*await self._finder.resolve(checkpoint)).verify()
 
     async def read_file(self, checkpoint: Checkpoint | int, name: str) -> bytes:
         """One of the user's own files that were committed with a checkpoint, verified.
@@ -254,9 +250,7 @@ class Catalog:
             StepNotFoundError: there is no such checkpoint.
             StorageError: the store failed.
         """
-        return await self._reader(*await self._resolve(checkpoint)).read_file(name)
-
-    # -------------------------------------------------------------- behind the verbs
+        return await self._reader(*await self._finder.resolve(checkpoint)).read_file(name)
 
     async def _load(
         self, checkpoint: Checkpoint | int | None, into: Any, options: LoadOptions
@@ -270,7 +264,7 @@ class Catalog:
                 return None
             found, loaded, skipped = newest
         else:
-            found, manifest = await self._resolve(checkpoint)
+            found, manifest = await self._finder.resolve(checkpoint)
             loaded, skipped = await use(found, manifest), ()
         return replace(found, values=loaded.values, report=loaded.report, skipped=skipped), loaded
 
@@ -302,21 +296,6 @@ class Catalog:
             allow_pickle=self._allow_pickle,
             manifest=manifest,
         )
-
-    async def _resolve(self, checkpoint: Checkpoint | int) -> Found:
-        if isinstance(checkpoint, bool) or not isinstance(checkpoint, (int, Checkpoint)):
-            raise UsageError(f"a checkpoint is a Checkpoint or a step, not {checkpoint!r:.80}")
-        if isinstance(checkpoint, int):
-            return await self._finder.get(checkpoint)
-        candidate = Candidate(checkpoint.step, checkpoint.generation, checkpoint.name)
-        found = await self._finder.inspect(candidate)
-        if found[0].save_id != checkpoint.save_id:
-            raise StepNotFoundError(
-                f"step {checkpoint.step} is not the one you got: it was written anew meanwhile",
-                step=checkpoint.step,
-                file=checkpoint.name,
-            )
-        return found
 
 
 async def latest(
