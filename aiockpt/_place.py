@@ -155,13 +155,15 @@ class Places:
     async def rewind(self, checkpoint: Checkpoint) -> None:
         """Retire every committed step above the checkpoint's, newest first.
 
+        Of several generations the oldest goes first: cut short, none of them shows up again.
+
         Raises:
             StorageError: the store failed; the steps it had come to are still there.
         """
         for step in sorted(await self._catalog.steps(), reverse=True):
             if step > checkpoint.step:
                 try:
-                    for folder in reversed((await self._generations(step))[1]):
+                    for folder in (await self._generations(step))[1]:
                         await self._store.retire(folder)
                 except OSError as error:
                     raise translate(error, "cannot retire", step=step) from error
