@@ -9,13 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
-import threading
-from types import TracebackType
-from typing import Self
 
 from aiockpt._direct import BlockFile, Io, named, open_writer
+from aiockpt._lockfile import Lock, peek_lock, take_lock
 from aiockpt._ranges import RangeFile, open_reader
 
 __all__ = ["BlockFile", "FileSystem", "Io", "Lock", "RangeFile"]
@@ -69,15 +66,16 @@ class FileSystem:
         """Remove an empty folder."""
         os.rmdir(path)
 
-    def scandir(self, path: str) -> list[tuple[str, bool, int]]:
-        """(name, whether a folder, size in bytes) of each entry; links are not followed."""
+    def scandir(self, path: str) -> list[tuple[str, bool, int, float]]:
+        """(name, whether a folder, size in bytes, mtime) of each entry; links are not followed."""
         found = []
         with os.scandir(path) as entries:
             for entry in entries:
                 # Another process may remove an entry between the two calls.
                 with contextlib.suppress(FileNotFoundError):
                     is_dir = entry.is_dir(follow_symlinks=False)
-                    found.append((entry.name, is_dir, entry.stat(follow_symlinks=False).st_size))
+                    stat = entry.stat(follow_symlinks=False)
+                    found.append((entry.name, is_dir, stat.st_size, stat.st_mtime))
         return found
 
     def stat_size(self, path: str) -> int:
@@ -141,6 +139,18 @@ class FileSystem:
         """Take the lock file at `path`, making it if need be; None when somebody holds it."""
         return take_lock(path)
 
+    def peek_lock(self, path: str) -> bytes:
+        """What a lock file says, whoever holds it; b"" when there is none."""
+        return peek_lock(path)
+
+    def read_lock(self, lock: Lock) -> bytes:
+        """What our own lock file says; see `Lock.read` for what is made sure of."""
+        return lock.read()
+
+    def write_lock(self, lock: Lock, data: bytes) -> None:
+        """Change what our own lock file says, durably."""
+        lock.write(data)
+
     async def open_writer(self, path: str, nbytes: int, io: Io = "auto") -> BlockFile:
         """Make a new file for blocks.
 
@@ -162,74 +172,6 @@ class FileSystem:
                 they are not cached, "direct" does not ask the cache, "buffered" only uses it.
         """
         return await open_reader(path, io)
-
-
-class Lock:
-    """A lock file that is held; the kernel frees it when the process dies, children included.
-
-    A POSIX record lock, not `flock`: that one lives on in a forked data loader worker
-    after its trainer was killed. The price: closing *any* descriptor of the file frees
-    it, so nobody else in this process may open it; `take_lock` sees to its own part.
-    """
-
-    def __init__(self, path: str, fd: int, key: tuple[int, int]) -> None:
-        self.path = path
-        self._fd = fd
-        self._key = key
-        self._held = True
-
-    def release(self) -> None:
-        """Let go; idempotent. The file stays: unlink it before, while it is still ours."""
-        with _held_guard:
-            if self._held:
-                self._held = False
-                _held.pop(self._key, None)
-                os.close(self._fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-
-_held: dict[tuple[int, int], int] = {}
-"""(device, inode) of the lock files this process holds -> the process id, which a fork changes."""
-_held_guard = threading.Lock()
-
-
-def take_lock(path: str) -> Lock | None:
-    """See `FileSystem.lock`."""
-    with _held_guard:
-        while True:
-            # Looked at by name first: opening and closing our own lock file would free it.
-            if _held.get(_key(path)) == os.getpid():
-                return None
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                with named(path):
-                    fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    stat = os.fstat(fd)
-            except BaseException as error:
-                os.close(fd)
-                if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EAGAIN):
-                    return None
-                raise
-            key = (stat.st_dev, stat.st_ino)
-            if _key(path) == key:
-                _held[key] = os.getpid()
-                return Lock(path, fd, key)
-            os.close(fd)  # unlinked between our open and our lock: a lock nobody else will ever see
-
-
-def _key(path: str) -> tuple[int, int]:
-    try:
-        stat = os.stat(path)
-    except FileNotFoundError:
-        return (-1, -1)
-    return (stat.st_dev, stat.st_ino)
 
 
 def rename_new(src: str, dst: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from ._door import translate
 from ._names import RESERVED, RUN_FILE, StepNames
 from ._runfiles import RunFiles
+from ._runlock import RunLock
 from .catalog import Catalog
 from .checkpoint import Checkpoint
 from .errors import CorruptCheckpointError, StepError, StepExistsError, UnsupportedFormatError, UsageError
@@ -113,6 +114,8 @@ class Places:
         self._store = store
         self._names = names
         self._catalog = catalog
+        self.lock = RunLock(store)
+        """Keeps other writers out."""
         self.newest = -1
         """The highest step that is committed, as far as this saver knows."""
 

@@ -145,6 +145,7 @@ class Saver(Rhythm, Facts):
         self._owner.enter()
         try:
             await self.store.prepare()
+            await self._places.lock.acquire()
             await self._beside.run_files.read()
             self.run_id = await open_run(self.store, self._names, self._meta, self._beside.run_files)
             await self.store.sweep()
@@ -152,6 +153,7 @@ class Saver(Rhythm, Facts):
             await self._saving.reserve.open()
         except BaseException as error:
             self._owner.closed = True
+            await _threads.settle(self._places.lock.release())
             if not isinstance(error, OSError) or isinstance(error, CheckpointError):
                 raise
             where = str(error.filename or self.store.url)
@@ -235,7 +237,10 @@ class Saver(Rhythm, Facts):
             self._owner.closed = True
             for call in list(self._calls):
                 call.abandon()
-        await self._saving.drain(self._drain_timeout)
+        try:
+            await self._saving.drain(self._drain_timeout)
+        finally:
+            await self._places.lock.release()
         if self._owned:
             await self.store.aclose()
 

@@ -35,7 +35,7 @@ class Refusing(FileSystem):
         self._check("unlink", path)
         super().unlink(path)
 
-    def scandir(self, path: str) -> list[tuple[str, bool, int]]:
+    def scandir(self, path: str) -> list[tuple[str, bool, int, float]]:
         self._check("scandir", path)
         return super().scandir(path)
 

@@ -99,7 +99,7 @@ class TestSmallCalls:
         os.symlink("nowhere", f"{run}/dangling")
         FS.mkdir(f"{run}/sub")
         FS.sync_dir(run)
-        found = {name: (is_dir, size) for name, is_dir, size in FS.scandir(run)}
+        found = {name: (is_dir, size) for name, is_dir, size, _ in FS.scandir(run)}
         assert set(found) == {"c", "d", "dangling", "sub"}
         assert found["d"] == found["c"] == (False, 5)
         assert found["sub"][0] is True

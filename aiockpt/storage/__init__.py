@@ -26,12 +26,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast, runtime_checkable
 
+from .._keys import check_filename, check_key, check_name, check_save_id
 from ..errors import UsageError
 
 __all__ = [
     "MANIFEST",
     "Attempt",
     "Entry",
+    "LockFile",
     "Sink",
     "Source",
     "Store",
@@ -47,7 +49,6 @@ MANIFEST = "manifest.json"
 """The file that makes a folder a checkpoint; written last, removed first."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_SAVE_ID = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,9 @@ class Entry:
     size: int | None
     """Bytes of a file; None for a folder."""
     is_folder: bool
+    modified: float | None = None
+    """Seconds on the store's own clock; only differences within one store mean anything.
+    None where the store does not say."""
 
 
 Wanted = Callable[[], Awaitable[bool]]
@@ -162,6 +166,42 @@ class Attempt(Protocol):
 
         Raises:
             OSError: something could not be removed; `sweep` can do it later.
+        """
+
+
+class LockFile(Protocol):
+    """The run's lock, held as well as the store can hold it, and the record in it.
+
+    Whether the lock alone keeps others out depends on the store and its file system; the
+    record, renewed by whoever is alive, is for those whom it does not keep out. All methods
+    block and may be called from any thread: they are for a lane.
+    """
+
+    place: tuple[int, int]
+    """Which file on which device it is, for this machine only."""
+
+    def read(self) -> bytes:
+        """The record as it is now, whoever wrote it; b"" for none.
+
+        A lock file that was removed is made again.
+
+        Raises:
+            BlockingIOError: somebody else has the lock now.
+            OSError: the store failed.
+        """
+
+    def write(self, record: bytes) -> None:
+        """Make this the record, durably.
+
+        Raises:
+            OSError: the store failed; the record is the old one, the new one, or torn.
+        """
+
+    def release(self, *, forget: bool) -> None:
+        """Let the lock go; any number of times.
+
+        Args:
+            forget: remove the record first, because it is ours.
         """
 
 
@@ -274,6 +314,17 @@ class Store(Protocol):
             OSError: the step may still be visible.
         """
 
+    async def lock(self) -> LockFile | bytes:
+        """Take the run's lock, once the run is prepared; never waits for it.
+
+        Returns:
+            The lock; or what its holder's record says, when somebody is known to hold it,
+            be it in this process.
+
+        Raises:
+            OSError: the store failed.
+        """
+
     async def aclose(self) -> None:
         """Let go of the store; unfinished attempts it began count as abandoned."""
 
@@ -312,51 +363,3 @@ def open_store(run: str | os.PathLike[str] | Store) -> Store:
 def _schemes() -> list[str]:
     found = [m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")]
     return sorted(f"{'file' if name == 'local' else name}://" for name in found)
-
-
-def check_filename(name: str) -> str:
-    """Return `name` if it is one plain file name.
-
-    Raises:
-        UsageError: it is empty, `.` or `..`, or holds `/` or NUL.
-    """
-    if name in ("", ".", "..") or "/" in name or "\0" in name:
-        raise UsageError(f"not a file name: {name!r} (one name, without '/' or NUL, not '.' or '..')")
-    return name
-
-
-def check_name(name: str) -> str:
-    """Return `name` if a step's folder may be called so.
-
-    Raises:
-        UsageError: it is no file name, or begins with a dot (those are hidden).
-    """
-    if check_filename(name).startswith("."):
-        raise UsageError(f"not a name for a step: {name!r} begins with a dot")
-    return name
-
-
-def check_key(key: str, *, root: bool = False) -> str:
-    """Return `key` if it is file names joined by `/` (with `root`, "" is fine too).
-
-    Raises:
-        UsageError: it is absolute, leaves the run, or a part is no file name.
-    """
-    if not (root and key == ""):
-        for part in key.split("/"):
-            if part in ("", ".", "..") or "\0" in part:
-                raise UsageError(
-                    f"not a key: {key!r} (relative, parts joined by '/', none empty, '.' or '..')"
-                )
-    return key
-
-
-def check_save_id(save_id: str) -> str:
-    """Return `save_id` if it is 32 lowercase hexadecimal digits.
-
-    Raises:
-        UsageError: it is not.
-    """
-    if not _SAVE_ID.fullmatch(save_id):
-        raise UsageError(f"not a save id: {save_id!r} (32 lowercase hexadecimal digits)")
-    return save_id

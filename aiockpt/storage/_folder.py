@@ -101,7 +101,7 @@ class RunFolder:
         if not self.is_folder(path):
             raise failure(errno.ENOTDIR, path)
 
-    def scan(self, path: str) -> list[tuple[str, bool, int]]:
+    def scan(self, path: str) -> list[tuple[str, bool, int, float]]:
         """List a folder that others may be changing."""
         return patiently(self.files.scandir, path)
 
@@ -228,7 +228,7 @@ class RunFolder:
 
     def _empty(self, path: str) -> None:
         entries = self.scan(path)
-        for name, is_folder, _ in sorted(entries, key=lambda entry: entry[0] != MANIFEST):
+        for name, is_folder, *_ in sorted(entries, key=lambda entry: entry[0] != MANIFEST):
             if is_folder:
                 self.remove_tree(f"{path}/{name}")
                 continue
@@ -277,7 +277,7 @@ class RunFolder:
 
     def _sweep(self, folder: str) -> set[str]:
         locked: dict[str, str] = {}
-        for entry, is_folder, _ in self.scan(folder):
+        for entry, is_folder, *_ in self.scan(folder):
             match = LITTER.fullmatch(entry)
             if match is None or is_folder != (match["ending"] in ("", ".retired")):
                 continue

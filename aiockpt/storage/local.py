@@ -24,7 +24,9 @@ follow the umask.
 A lock is a POSIX record lock: the kernel frees it when its process dies, even while
 forked children live on, and an inherited `Attempt` is inert in a forked child. It is
 freed, too, when any code of its process opens and closes the lock file: whoever copies
-a run out of the process that writes it must leave out names that begin with a dot.
+a run out of the process that writes it must leave out `lock` and names that begin with
+a dot. (The run's own lock, `RUN/lock`, is taken back by its saver before each commit;
+until then another process would take the saver for dead only after watching its record.)
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from . import (
     MANIFEST,
     Attempt,
     Entry,
+    LockFile,
     Sink,
     Source,
     Wanted,
@@ -54,9 +57,12 @@ from . import (
     check_save_id,
 )
 from ._folder import RunFolder, failure
+from ._lock import LocalLock
 
 __all__ = ["LocalStore", "open_url"]
 
+LOCK = "lock"
+"""The run's lock file. It is no checkpoint and no litter: its saver makes it and removes it."""
 TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR})
 """What a rename says when something has the name."""
 
@@ -71,6 +77,12 @@ def open_url(url: str) -> LocalStore:
             f"a file:// URL names no host and an absolute path, as in file:///runs/a, not {url!r}"
         )
     return LocalStore(unquote(f"/{path}"))
+
+
+def _give_back(lock: LockFile | bytes) -> None:
+    """Whoever asked for the lock was cancelled: nobody else can let it go."""
+    if not isinstance(lock, bytes):
+        lock.release(forget=not lock.read())
 
 
 class LocalStore:
@@ -99,7 +111,8 @@ class LocalStore:
         path = self._run.at(check_key(folder, root=True))
         found = await offload(self._run.scan, path, lane=Lane.CONTROL)
         return [
-            Entry(name, None if is_folder else size, is_folder) for name, is_folder, size in sorted(found)
+            Entry(name, None if is_folder else size, is_folder, modified)
+            for name, is_folder, size, modified in sorted(found)
         ]
 
     async def get(self, key: str, *, limit: int = 1 << 30) -> bytes:
@@ -169,6 +182,14 @@ class LocalStore:
         act = partial(self._run.bring_back, aside, name) if wanted else partial(self._run.remove_aside, aside)
         await offload(act, lane=Lane.CONTROL)
         return not wanted
+
+    async def lock(self) -> LockFile | bytes:
+        return await offload(self._take_lock, lane=Lane.CONTROL, undo=_give_back)
+
+    def _take_lock(self) -> LockFile | bytes:
+        files, path = self._run.files, self._run.at(LOCK)
+        lock = files.lock(path)
+        return files.peek_lock(path) if lock is None else LocalLock(files, lock)
 
     async def aclose(self) -> None:
         for attempt in list(self._begun):

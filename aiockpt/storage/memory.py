@@ -15,6 +15,7 @@ import asyncio
 import builtins
 import errno
 import os
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from . import (
     MANIFEST,
     Attempt,
     Entry,
+    LockFile,
     Sink,
     Source,
     Wanted,
@@ -51,7 +53,9 @@ class _Bucket:
     """The content of one run, shared by all the store objects of its name."""
 
     files: dict[str, bytes | bytearray] = field(default_factory=dict)
+    modified: dict[str, float] = field(default_factory=dict)
     exists: bool = False
+    lock: weakref.ref[_MemoryLock] | None = None
     attempts: dict[tuple[str, str], _Upload] = field(default_factory=dict)
 
     def under(self, folder: str) -> Iterator[str]:
@@ -62,7 +66,13 @@ class _Bucket:
         if if_absent and key in self.files:
             raise _error(errno.EEXIST, key)
         self.files[key] = data
+        self.modified[key] = time.monotonic()
         self.exists = True
+
+    def holder(self) -> _MemoryLock | None:
+        """Who holds the run's lock, if that one is still alive and in this process."""
+        found = self.lock() if self.lock is not None else None
+        return found if found is not None and found.alive() else None
 
 
 @dataclass
@@ -105,7 +115,8 @@ class MemoryStore:
         for key in self._bucket.under(folder):
             name, slash, _ = key[start:].partition("/")
             size = None if slash else len(self._bucket.files[key])
-            found[name] = Entry(name, size, bool(slash))
+            modified = None if slash else self._bucket.modified.get(key)
+            found[name] = Entry(name, size, bool(slash), modified)
         if not found and (folder or not self._bucket.exists):
             raise _error(errno.ENOENT, folder)
         return [found[name] for name in sorted(found)]
@@ -183,6 +194,15 @@ class MemoryStore:
         _drop(self._bucket, set(self._bucket.under(name)) - busy)
         return True
 
+    async def lock(self) -> LockFile | bytes:
+        await _turn()
+        holder = self._bucket.holder()
+        if holder is not None:
+            return holder.record
+        lock = _MemoryLock(self, self._bucket)
+        self._bucket.lock = weakref.ref(lock)
+        return lock
+
     async def aclose(self) -> None:
         self.closed = True
 
@@ -201,6 +221,34 @@ async def _turn() -> None:
 def _drop(bucket: _Bucket, keys: set[str]) -> None:
     for key in keys:
         bucket.files.pop(key, None)
+
+
+class _MemoryLock:
+    """The lock of a bucket: held by reference, as an attempt is."""
+
+    place = (0, 0)
+
+    def __init__(self, store: MemoryStore, bucket: _Bucket) -> None:
+        self.record = b""
+        self._store = store
+        self._bucket = bucket
+        self._pid = os.getpid()
+
+    def alive(self) -> bool:
+        return not self._store.closed and self._pid == os.getpid()
+
+    def read(self) -> bytes:
+        if self._bucket.holder() is not self:
+            raise _error(errno.EAGAIN, "lock")
+        return self.record
+
+    def write(self, record: bytes) -> None:
+        self.record = record
+
+    def release(self, *, forget: bool) -> None:
+        del forget  # the record goes with the lock in any case
+        if self._bucket.holder() is self:
+            self._bucket.lock = None
 
 
 class _MemoryAttempt:

@@ -100,7 +100,7 @@ class FaultyFiles(FileSystem):
     def rmdir(self, path: str) -> None:
         self._call("rmdir", path, super().rmdir, path)
 
-    def scandir(self, path: str) -> list[tuple[str, bool, int]]:
+    def scandir(self, path: str) -> list[tuple[str, bool, int, float]]:
         return self._call("scandir", path, super().scandir, path)
 
     def stat_size(self, path: str) -> int:
@@ -120,6 +120,17 @@ class FaultyFiles(FileSystem):
 
     def lock(self, path: str) -> Lock | None:
         return self._call("lock", path, super().lock, path, writes=True, lose=_release)
+
+    def peek_lock(self, path: str) -> bytes:
+        return self._call("peek_lock", path, super().peek_lock, path)
+
+    def read_lock(self, lock: Lock) -> bytes:
+        return self._call("read_lock", lock.path, super().read_lock, lock)
+
+    def write_lock(self, lock: Lock, data: bytes) -> None:
+        write, half = super().write_lock, data[: len(data) // 2]
+        tear = partial(write, lock, half)
+        self._call("write_lock", lock.path, write, lock, data, writes=True, tear=tear)
 
     def create(self, path: str, data: bytes) -> None:
         fault = self._next(f"create {path}", writes=True)
@@ -172,8 +183,11 @@ class FaultyFiles(FileSystem):
         target: str | None = None,
         writes: bool = False,
         lose: Callable[[T], object] | None = None,
+        tear: Callable[[], object] | None = None,
     ) -> T:
         fault = self._next(f"{op} {path}", writes=writes)
+        if fault == "tear" and tear is not None:
+            tear()
         if fault not in (None, "after"):
             raise self.faults.error(path)
         event = self.events.begin(op, path, target=target)

@@ -8,7 +8,8 @@ import errno as errnos
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from ..storage import Attempt, Entry, Sink, Source, Store, Wanted
+from .._threads import Lane, offload
+from ..storage import Attempt, Entry, LockFile, Sink, Source, Store, Wanted
 from ._faults import Faults, Kind
 
 __all__ = ["FaultyStore"]
@@ -115,6 +116,10 @@ class FaultyStore:
     async def retire(self, name: str, *, unless: Wanted | None = None) -> bool:
         return await self.call("store.retire", name, lambda: self.inner.retire(name, unless=unless))
 
+    async def lock(self) -> LockFile | bytes:
+        lock = await self.call("store.lock", self.url, self.inner.lock, writes=True, lose=_unlock)
+        return lock if isinstance(lock, bytes) else _FaultyLock(self, lock)
+
     async def aclose(self) -> None:
         await self.call("store.aclose", self.url, self.inner.aclose)
 
@@ -144,6 +149,12 @@ class FaultyStore:
         raise self.faults.error(subject)
 
 
+async def _unlock(lock: LockFile | bytes) -> None:
+    """Nobody got this one, so nobody else can let it go."""
+    if not isinstance(lock, bytes):
+        await offload(lambda: lock.release(forget=not lock.read()), lane=Lane.CONTROL)
+
+
 async def _close(source: Source) -> None:
     """Nobody got this one, so nobody else can give its descriptor back."""
     await source.aclose()
@@ -151,6 +162,35 @@ async def _close(source: Source) -> None:
 
 async def _discard(sink: Sink) -> None:
     await sink.discard()
+
+
+class _FaultyLock:
+    """Blocking, for threads: here `stall` and `tear` are the same as `error`."""
+
+    def __init__(self, store: FaultyStore, inner: LockFile) -> None:
+        self.place = inner.place
+        self._inner = inner
+        self._store = store
+
+    def read(self) -> bytes:
+        return self._call("lock.read", self._inner.read)
+
+    def write(self, record: bytes) -> None:
+        self._call("lock.write", lambda: self._inner.write(record), writes=True)
+
+    def release(self, *, forget: bool) -> None:
+        try:
+            self._call("lock.release", lambda: self._inner.release(forget=forget))
+        except OSError:
+            self._inner.release(forget=forget)  # a lock that cannot be let go would outlive the test
+
+    def _call(self, operation: str, do: Callable[[], T], *, writes: bool = False) -> T:
+        fault = self._store.faults.next(f"{operation} {self._store.url}", writes=writes)
+        if fault is None:
+            return do()
+        if fault == "after":
+            do()
+        raise self._store.faults.error(self._store.url)
 
 
 class _FaultyAttempt:
