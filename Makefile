@@ -18,12 +18,12 @@ PYTHON ?= $(shell $(FIND_PYTHON))
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
-SOURCES := aiockpt tests $(wildcard examples benchmarks)
+SOURCES := aiockpt tests $(wildcard examples benchmarks chaos)
 PYTEST := $(BIN)/python -m pytest
 # More options for pytest, as in `make test PYTEST_ARGS="-x -k crash"` or PYTEST_ARGS="-n 2".
 PYTEST_ARGS ?=
 
-.PHONY: help demo test quick check format static docs test-asyncio test-uvloop test-fast clean
+.PHONY: help demo test quick check format static docs test-asyncio test-uvloop test-fast chaos soak bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
@@ -59,6 +59,15 @@ test-uvloop: .venv/.with-dev ## the async tests that are not slow, on uvloop
 
 test-fast: .venv/.with-dev ## the tests that are not slow, on asyncio's own loop
 	AIOCKPT_TEST_LOOP=asyncio $(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+chaos: .venv/.with-chaos ## an outside crash-consistency suite over the training example (minutes)
+	bash chaos/run.sh $(BIN)/python
+
+soak: .venv/.with-examples ## 200 rounds of signals at random moments of a training run (an hour)
+	$(BIN)/python chaos/soak.py
+
+bench: .venv/.with-examples ## durable time against the disk's ceiling and against others (minutes)
+	$(BIN)/python benchmarks/engine.py
 
 clean: ## remove the environment and everything built
 	rm -rf .venv site build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -115,6 +115,7 @@ async def train(out: Path, steps: int, every: int, die_in_save: int | None) -> N
     async with aiockpt.Saver(out / "ckpt") as saver:
         restored = await saver.restore(run.state())
         first = restored.step + 1 if restored else 1
+        loss = restored.metrics["loss"] if restored else float("nan")  # the run may have been complete
         print(f"resumed from step {restored.step}" if restored else "starting fresh", flush=True)
         for step in range(first, steps + 1):
             loss = run.train_one()
