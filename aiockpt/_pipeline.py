@@ -33,8 +33,8 @@ from ._witness import Witness
 from .errors import DrainTimeoutError
 from .storage import Attempt, Sink
 
-WRITERS: Final = 2
-"""Tasks that hash and write; more only queue up on two or three cores."""
+WRITERS: Final = 3
+"""Tasks that hash and write: while as many write as files are open at once, one more hashes."""
 
 
 @dataclass(slots=True)

@@ -10,7 +10,9 @@ lies in two blocks.
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -24,6 +26,10 @@ from .layouts import Group, Layout
 PAGE: Final = 4096
 HEADER_LIMIT: Final = 64 << 20
 """Bytes of the largest header we make; stock readers refuse above 100 MB."""
+AT_ONCE: Final = 2
+"""Files that are written at the same time: one alone does not keep a disk busy."""
+WORTH: Final = 64 << 20
+"""Bytes from which on a group is cut only so that there are files to write at once."""
 _ENTRY: Final = 96
 """Bytes of a header entry beside its name and shape, at the most."""
 
@@ -119,6 +125,7 @@ def _unique(path: str, taken: set[str]) -> str:
 
 def _split(table: TensorTable, group: Group, names: dict[int, str], most: int) -> Iterator[list[int]]:
     """Cut a group into shards, by bytes and by the size of the header."""
+    share = max(WORTH, sum(table.nbytes[row] for row in group.rows) // AT_ONCE)
     rows = sorted(group.rows, key=lambda row: -itemsize(table.dtype[row]))
     shard: list[int] = []
     nbytes = header = 0
@@ -127,11 +134,14 @@ def _split(table: TensorTable, group: Group, names: dict[int, str], most: int) -
         if entry > HEADER_LIMIT:
             why = f"its name is too long for a safetensors header of {HEADER_LIMIT >> 20} MiB"
             raise UnsupportedStateError([(table.path[row][:200], why)])
-        if shard and (nbytes + table.nbytes[row] > most or header + entry > HEADER_LIMIT):
+        size = table.nbytes[row]
+        # A share is met as nearly as whole tensors allow; `most` is a limit.
+        over = nbytes + size > most or nbytes + size // 2 > share or header + entry > HEADER_LIMIT
+        if shard and over:
             yield shard
             shard, nbytes, header = [], 0, 0
         shard.append(row)
-        nbytes += table.nbytes[row]
+        nbytes += size
         header += entry
     if shard:
         yield shard
@@ -167,28 +177,43 @@ def header_bytes(table: TensorTable, rows: Sequence[int], names: dict[int, str])
 
 
 def plan_blocks(table: TensorTable, shards: Sequence[ShardPlan], block_bytes: int) -> Iterator[BlockPlan]:
-    """Cut every shard's data section into blocks, in file order.
+    """Cut every shard's data section into blocks.
+
+    In order within each file; the blocks of a few files take turns, so that these files
+    are written at the same time.
 
     Args:
         table: with `begin` filled in.
         shards: as planned.
         block_bytes: a multiple of a piece.
     """
-    for number, shard in enumerate(shards):
-        parts: list[tuple[int, int, int, int]] = []
-        offset = 0
-        for row in shard.rows:
-            done, nbytes, begin = 0, table.nbytes[row], table.begin[row]
-            while done < nbytes:
-                at = begin + done - offset
-                take = min(nbytes - done, block_bytes - at)
-                parts.append((row, done, take, at))
-                done += take
-                if at + take == block_bytes:
-                    yield BlockPlan(number, offset, block_bytes, parts)
-                    offset, parts = offset + block_bytes, []
-        if parts:
-            yield BlockPlan(number, offset, shard.nbytes - offset, parts)
+    rest = (_shard_blocks(table, number, shard, block_bytes) for number, shard in enumerate(shards))
+    turns = deque(itertools.islice(rest, AT_ONCE))
+    while turns:
+        blocks = turns.popleft()
+        block = next(blocks, None)
+        if block is not None:
+            yield block
+            turns.append(blocks)
+        else:
+            turns.extend(itertools.islice(rest, 1))
+
+
+def _shard_blocks(table: TensorTable, number: int, shard: ShardPlan, block_bytes: int) -> Iterator[BlockPlan]:
+    parts: list[tuple[int, int, int, int]] = []
+    offset = 0
+    for row in shard.rows:
+        done, nbytes, begin = 0, table.nbytes[row], table.begin[row]
+        while done < nbytes:
+            at = begin + done - offset
+            take = min(nbytes - done, block_bytes - at)
+            parts.append((row, done, take, at))
+            done += take
+            if at + take == block_bytes:
+                yield BlockPlan(number, offset, block_bytes, parts)
+                offset, parts = offset + block_bytes, []
+    if parts:
+        yield BlockPlan(number, offset, shard.nbytes - offset, parts)
 
 
 def boxes(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[tuple[slice | int, ...], int]]:
