@@ -8,6 +8,9 @@ from collections.abc import Awaitable, Callable
 
 __all__ = ["OnError", "note_failure", "run_on_error"]
 
+UNWIND_SECONDS = 1.0
+"""How long a cancelled hook may take to end."""
+
 OnError = Callable[[BaseException], object]
 """Gets what the body raised; an awaitable that it returns is awaited."""
 
@@ -32,10 +35,16 @@ async def run_on_error(hook: OnError, body: BaseException, seconds: float | None
 
 async def finish_on_error(outcome: Awaitable[object], body: BaseException, seconds: float | None) -> None:
     """Await what the hook returned; as `run_on_error`."""
-    try:
-        async with asyncio.timeout(seconds):
-            await outcome
-    except (Exception, asyncio.CancelledError) as error:
+    # A task of its own: whoever waits here does so under a shield, where no timeout could strike.
+    task = asyncio.ensure_future(outcome)
+    await asyncio.wait([task], timeout=seconds)
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=UNWIND_SECONDS)
+        note_failure(body, TimeoutError(f"it did not end within {seconds:g} s and was cancelled"))
+    elif task.cancelled():
+        note_failure(body, asyncio.CancelledError("it was cancelled"))
+    elif (error := task.exception()) is not None:
         note_failure(body, error)
 
 
