@@ -24,9 +24,11 @@ class SaverStats:
     saves: int = 0
     """Saves that have begun."""
     committed: int = 0
+    """Saves that a crash cannot lose."""
     failed: int = 0
     """Saves that ended with an error, those cancelled aside."""
     cancelled: int = 0
+    """Saves that were cancelled before their commit."""
     skipped: int = 0
     """Saves that were due and left out because others were under way."""
     nbytes: int = 0
@@ -39,11 +41,15 @@ class SaverStats:
     """How long a save keeps its caller until the state may change, smoothed: the capture
     at the call, admission and the wait for `staged`."""
     last_blocked_seconds: float = 0.0
+    """The same of the last committed save."""
     total_blocked_seconds: float = 0.0
+    """The same of all committed saves together."""
     write_seconds: float = 0.0
     """From the call to the commit, smoothed."""
     last_write_seconds: float = 0.0
+    """The same of the last committed save."""
     total_write_seconds: float = 0.0
+    """The same of all committed saves together."""
     saved_seconds: float = 0.0
     """Training time saved: what was spent on writing while the caller was not kept."""
     interval_seconds: float = 0.0
