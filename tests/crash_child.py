@@ -27,6 +27,8 @@ import aiockpt
 from aiockpt import CheckpointWriter, Saver, StepError, StepExistsError, Store
 from aiockpt._threads import Lane, offload
 from aiockpt.errors import RunLockedError
+from aiockpt.publish.latest_link import LatestLink
+from aiockpt.publish.tracker_file import TrackerFile
 from aiockpt.storage.local import LocalStore
 from aiockpt.testing import FaultyFiles, FaultyStore
 from tests.proof import number_in, outside, save, state_of, writes_seen
@@ -131,7 +133,7 @@ def kill_on_demand(run: str) -> None:
 
 
 async def _save_on(run: str, entered: int) -> None:
-    async with Saver(run) as saver:
+    async with Saver(run, publish=[LatestLink(), TrackerFile()]) as saver:
         latest = await aiockpt.latest(run)
         os.write(entered, b"!")
         for step in itertools.count(latest.step + 1 if latest else 1):

@@ -13,6 +13,8 @@ import torch
 
 import aiockpt
 from aiockpt import Catalog, Saver
+from aiockpt.publish.latest_link import LatestLink
+from aiockpt.publish.tracker_file import TrackerFile
 from tests.crash_child import NEW, OLD, big_state, finish, start
 from tests.proof import assert_exact, assert_sound, litter, number_in, save, state_of, steps
 
@@ -70,9 +72,18 @@ async def test_a_forked_child_does_not_keep_a_dead_save_alive(tmp_path: Path) ->
     assert await assert_sound(tmp_path) == (OLD, NEW)
 
 
+def published(run: Path) -> set[int]:
+    """The steps that link and tracker file name right now."""
+    link, tracker = run / "latest", run / "latest_checkpointed_iteration.txt"
+    named = {int(os.readlink(link).removeprefix("step-"))} if link.is_symlink() else set()
+    return named | ({int(tracker.read_text())} if tracker.exists() else set())
+
+
 @pytest.mark.slow
 async def test_no_latest_is_ever_half_there(tmp_path: Path) -> None:
     """Twenty kills at spread times, while a reader keeps verifying whatever is the newest.
+
+    He follows the published link and number, too: they name only what is committed.
 
     KempnerInstitute/KempnerForge#102: `latest` moved before the data was durable.
     facebookresearch/metaseq#53: killed saves left torn shards beside good ones.
@@ -81,10 +92,14 @@ async def test_no_latest_is_ever_half_there(tmp_path: Path) -> None:
     await save(run, big_state(1), 1)
     over = asyncio.Event()
     seen: set[int] = set()
+    pointed: set[int] = set()
 
     async def watch() -> None:
         async with Catalog(run) as catalog:
             while not over.is_set():
+                for step in published(run):
+                    await catalog.verify(step)
+                    pointed.add(step)
                 found = await catalog.latest()
                 if found is not None:
                     await catalog.verify(found)
@@ -108,9 +123,13 @@ async def test_no_latest_is_ever_half_there(tmp_path: Path) -> None:
             child.communicate()
         over.set()
     assert seen
-    async with Saver(run) as saver:
+    assert pointed
+    async with Saver(run, publish=[LatestLink(), TrackerFile()]) as saver:
         assert litter(run) == []
         assert saver.run_id
+    newest = await aiockpt.latest(run)
+    assert newest is not None
+    assert published(run) == {newest.step}  # also what the last one killed had not come to publish
     await assert_sound(run)
 
 
