@@ -26,7 +26,8 @@ RECORD_BYTES = 4096
 
 _held: dict[tuple[int, int], tuple[int, int]] = {}
 """(device, inode) of the lock files this process holds -> (process id, which a fork changes; descriptor)."""
-_held_guard = threading.Lock()
+# Reentrant: a collection inside may end in `release`, by the finalizer of an attempt or store nobody kept.
+_held_guard = threading.RLock()
 
 
 class Lock:
@@ -43,7 +44,7 @@ class Lock:
         self._fd = fd
         self._held = True
         # A descriptor that is closed while another thread reads may be somebody else's by then.
-        self._using = threading.Lock()
+        self._using = threading.RLock()
 
     def release(self) -> None:
         """Let go; idempotent. The file stays: unlink it before, while it is still ours."""

@@ -78,14 +78,19 @@ class _Pulse:
             self._changed.notify()
 
     def _run(self) -> None:
-        with self._changed:
-            while True:
-                now = time.monotonic()
-                self._beats = [beat for beat in self._beats if beat.strike(now)]
+        beats: list[Beat] = []
+        while True:
+            # Without our lock: handing a call over takes a lane's, and whoever holds that may
+            # collect garbage whose finalizer stops a beat, which takes ours.
+            gone = [beat for beat in beats if not beat.strike(time.monotonic())]
+            with self._changed:
+                self._beats = [beat for beat in self._beats if beat not in gone]
                 if not self._beats:
                     self._thread = None
                     return
-                self._changed.wait(max(0.0, min(beat.due for beat in self._beats) - now))
+                self._changed.wait(max(0.0, min(beat.due for beat in self._beats) - time.monotonic()))
+                beats = list(self._beats)
+            gone.clear()
 
 
 _pulse = _Pulse()
