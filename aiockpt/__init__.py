@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from . import sync
+from ._leases import Lease
 from ._memory import ByteBudget
 from ._preemption import Preemption, preemption
 from ._version import __version__
@@ -66,6 +67,7 @@ __all__ = [
     "DrainTimeoutError",
     "Event",
     "Failure",
+    "Lease",
     "Listener",
     "LoadReport",
     "PendingSave",

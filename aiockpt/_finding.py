@@ -150,6 +150,25 @@ class Finder:
             )
         return found
 
+    async def named(self, name: str, save_id: str) -> Checkpoint:
+        """The checkpoint in a certain folder.
+
+        Raises:
+            CorruptCheckpointError: no step is ever called so.
+            StepNotFoundError: there is none, or another save has the name.
+            As `inspect`.
+        """
+        await self.candidates()  # which learns how the run names its steps
+        assert self._run is not None
+        numbers = self._run.names.parse(name)
+        if numbers is None:
+            raise CorruptCheckpointError(f"{name!r:.80} is no name of a step", file=name[:255])
+        found = (await self.inspect(Candidate(*numbers, name)))[0]
+        if found.save_id != save_id:
+            message = f"step {found.step} is another save than the one that was meant"
+            raise StepNotFoundError(message, step=found.step, file=name)
+        return found
+
     async def get(self, step: int) -> Found:
         """The newest valid generation of a step.
 

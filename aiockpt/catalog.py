@@ -1,44 +1,35 @@
-"""Catalog: which checkpoints a run has, and loading them. Needs no writer, writes nothing.
+"""Catalog: which checkpoints a run has, and loading them. Needs no writer.
 
 Any process may look, also on a read-only file system, while another one saves and
 deletes. A damaged step is passed over where the newest is asked for, and logged once;
 where it is asked for by number it is an error. Damage is never repaired or removed.
+Nothing is written but leases and aliases, on demand.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Self, TypedDict, Unpack, overload
+from typing import Any, Literal, Self, Unpack, overload
 
-from ._devices import MapLocation
+from ._aliases import Aliases
 from ._finding import Finder
+from ._leases import Lease
 from ._listing import VanishedError, read_manifest
+from ._loader import Loader, LoadOptions
 from ._manifest import Manifest
 from ._memory import ByteBudget
 from .checkpoint import Checkpoint
 from .errors import CorruptCheckpointError, StepNotFoundError, UnsupportedFormatError, UsageError
-from .reader import CheckpointReader, Loaded, LoadProgress, VerifyReport, as_budget
+from .reader import VerifyReport, as_budget
 from .storage import Store, open_store
 
 __all__ = ["Catalog", "LoadOptions", "Valid", "latest", "load"]
 
 Valid = Literal["manifest", "full"]
 """How well a step is looked at: its manifest and its files' sizes, or every byte."""
-
-
-class LoadOptions(TypedDict, total=False):
-    """How to load; see `Catalog.load`."""
-
-    paths: Iterable[str] | None
-    map_location: MapLocation
-    strict: bool
-    cast: bool
-    verify: bool
-    atomic: bool
-    progress: Callable[[LoadProgress], object] | None
 
 
 class Catalog:
@@ -68,9 +59,9 @@ class Catalog:
     ) -> None:
         self.store = open_store(run)
         self._owned = self.store is not run
-        self._budget = as_budget(budget)
-        self._allow_pickle = allow_pickle
         self._finder = Finder(self.store, step_format)
+        self._aliases = Aliases(self._finder)
+        self._loader = Loader(self._finder, self.store, as_budget(budget), allow_pickle)
 
     async def __aenter__(self) -> Self:
         return self
@@ -138,7 +129,7 @@ class Catalog:
 
         async def look(checkpoint: Checkpoint, manifest: Manifest) -> None:
             if valid == "full":
-                await self._reader(checkpoint, manifest).verify()
+                await self._loader.reader(checkpoint, manifest).verify()
 
         found = await self._finder.newest(look)
         return None if found is None else replace(found[0], skipped=found[2])
@@ -201,7 +192,7 @@ class Catalog:
             CheckpointError: an object of `into` refused its state.
             StorageError: the store failed.
         """
-        found = await self._load(checkpoint, into, options)
+        found = await self._loader.load(checkpoint, into, options)
         if found is None:
             raise StepNotFoundError(f"{self.store.url} has no checkpoint", file=self.store.url)
         return found[1].state if into is None else found[0]
@@ -217,7 +208,7 @@ class Catalog:
         Raises:
             As `load`.
         """
-        found = await self._load(step, into, options)
+        found = await self._loader.load(step, into, options)
         if found is None or into is not None:
             return None if found is None else found[0]
         state = found[1].state
@@ -239,7 +230,7 @@ class Catalog:
             if not present:
                 raise StepNotFoundError(f"{self.store.url} has no checkpoint", file=self.store.url)
             checkpoint = present[-1].step
-        return await self._reader(*await self._finder.resolve(checkpoint)).verify()
+        return await self._loader.reader(*await self._finder.resolve(checkpoint)).verify()
 
     async def read_file(self, checkpoint: Checkpoint | int, name: str) -> bytes:
         """One of the user's own files that were committed with a checkpoint, verified.
@@ -250,52 +241,62 @@ class Catalog:
             StepNotFoundError: there is no such checkpoint.
             StorageError: the store failed.
         """
-        return await self._reader(*await self._finder.resolve(checkpoint)).read_file(name)
+        return await self._loader.reader(*await self._finder.resolve(checkpoint)).read_file(name)
 
-    async def _load(
-        self, checkpoint: Checkpoint | int | None, into: Any, options: LoadOptions
-    ) -> tuple[Checkpoint, Loaded] | None:
-        async def use(checkpoint: Checkpoint, manifest: Manifest) -> Loaded:
-            return await self._load_one(checkpoint, manifest, into, **options)
+    # -------------------------------------------------------------- sharing a run
 
-        if checkpoint is None:
-            newest = await self._finder.newest(use)
-            if newest is None:
-                return None
-            found, loaded, skipped = newest
-        else:
-            found, manifest = await self._finder.resolve(checkpoint)
-            loaded, skipped = await use(found, manifest), ()
-        return replace(found, values=loaded.values, report=loaded.report, skipped=skipped), loaded
+    def lease(self, checkpoint: Checkpoint | int | None = None, *, ttl: float = 60.0) -> Lease:
+        """Keep a checkpoint from being deleted: `async with catalog.lease() as lease:`.
 
-    async def _load_one(
-        self,
-        checkpoint: Checkpoint,
-        manifest: Manifest,
-        into: Any,
-        *,
-        paths: Iterable[str] | None = None,
-        map_location: MapLocation = None,
-        strict: bool = True,
-        cast: bool = False,
-        verify: bool = True,
-        atomic: bool = False,
-        progress: Callable[[LoadProgress], object] | None = None,
-    ) -> Loaded:
-        reader = self._reader(checkpoint, manifest)
-        plan = await reader.plan(into, paths=paths, map_location=map_location, strict=strict, cast=cast)
-        await reader.read(plan, verify=verify, atomic=atomic, progress=progress)
-        return await reader.apply(plan)
+        A task of this loop renews it; a reader that died keeps the checkpoint for `ttl` seconds
+        more. Where a run cannot be written there is one warning, and the files are held open.
 
-    def _reader(self, checkpoint: Checkpoint, manifest: Manifest) -> CheckpointReader:
-        return CheckpointReader(
-            self.store,
-            checkpoint.name,
-            step=checkpoint.step,
-            budget=self._budget,
-            allow_pickle=self._allow_pickle,
-            manifest=manifest,
-        )
+        Args:
+            checkpoint: from this catalog, or a step; None for the newest valid one.
+            ttl: seconds; more than three times what the loop may ever be blocked.
+
+        Raises:
+            StepNotFoundError: on entering: there is no such checkpoint, or it is gone.
+            As `get`.
+        """
+        return Lease(self._loader, checkpoint, ttl)
+
+    async def promote(self, checkpoint: Checkpoint | int, alias: str = "production") -> Checkpoint:
+        """Let an alias point at a valid checkpoint, in one step; retention keeps it then.
+
+        Of two who promote at once the last one wins.
+
+        Args:
+            checkpoint: from this catalog, or a step.
+            alias: letters, digits, `.`, `_` and `-`.
+
+        Raises:
+            UsageError: it is no name for an alias.
+            As `get`; the alias is as it was then.
+        """
+        return await self._aliases.promote(checkpoint, alias)
+
+    async def alias(self, alias: str = "production") -> Checkpoint:
+        """The checkpoint that an alias points at.
+
+        Raises:
+            StepNotFoundError: there is no such alias, or its checkpoint is gone.
+            CorruptCheckpointError: the alias or the checkpoint is damaged.
+            StorageError: the store failed.
+        """
+        return await self._aliases.alias(alias)
+
+    async def aliases(self) -> dict[str, Checkpoint]:
+        """Every alias that points at a checkpoint; others are logged. Raises StorageError."""
+        return await self._aliases.aliases()
+
+    async def demote(self, alias: str = "production") -> None:
+        """Remove an alias; the checkpoint stays until retention takes it. A missing one is no error.
+
+        Raises:
+            StorageError: the store failed.
+        """
+        await self._aliases.demote(alias)
 
 
 async def latest(

@@ -13,12 +13,14 @@ from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
 from . import _threads
+from ._aliases import promoted
 from ._beside import Beside
 from ._calls import Staging
 from ._driven import DrivenWriter
 from ._due import Due
 from ._facts import Facts
 from ._housekeeping import Housekeeping
+from ._leases import leased
 from ._ledger import Ledger, add_notes
 from ._memory import ByteBudget
 from ._names import STEP_FORMAT, StepNames
@@ -363,7 +365,7 @@ class Saver(Rhythm, Facts):
         return checkpoint
 
     async def _pinned(self) -> Collection[tuple[str, str]]:
-        return ()
+        return await leased(self.store) | await promoted(self.store)
 
     def _note_commit(self, pending: PendingSave, checkpoint: Checkpoint) -> None:
         self._measure(pending)

@@ -15,7 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from aiockpt import Catalog, CheckpointError, RunLockedError, Saver, StorageError, _holder, _runlock
+from aiockpt import (
+    Catalog,
+    CheckpointError,
+    RunLockedError,
+    Saver,
+    StorageError,
+    _holder,
+    _lockfile,
+    _runlock,
+)
 from aiockpt._files import FileSystem, Lock
 from aiockpt._holder import RECORD_BYTES, Holder
 from aiockpt._runlock import RunLock
@@ -49,7 +58,7 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     """Who takes locks from now on."""
     monkeypatch.setattr(_runlock, "TORN_SECONDS", 0.05)
     return Host(monkeypatch)
@@ -454,6 +463,31 @@ async def test_a_saver_says_what_the_store_said(run: Path) -> None:
     with pytest.raises(StorageError) as caught:
         await Saver(run).__aenter__()
     assert caught.value.filename == str(run / "lock")
+
+
+async def test_the_collector_may_let_go_of_a_lock_anywhere(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a thread that is just taking another one: nobody waits for himself."""
+    abandoned = await LocalStore(run).lock()
+    other = run.parent / "other"
+    other.mkdir()
+    real = _lockfile._lock_now
+
+    def lock_now(fd: int, path: str) -> None:
+        nonlocal abandoned
+        abandoned = b""
+        gc.collect()
+        real(fd, path)
+
+    monkeypatch.setattr(_lockfile, "_lock_now", lock_now)
+    async with asyncio.timeout(20):
+        lock = await LocalStore(other).lock()
+    assert not isinstance(lock, bytes)
+    lock.release(forget=False)
+    monkeypatch.undo()
+    async with Saver(run):
+        assert abandoned == b""
 
 
 # ---------------------------------------------------------------- records
