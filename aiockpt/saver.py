@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -122,7 +123,11 @@ class Saver(Rhythm, Facts):
         self._places = Places(self.store, self._names, self._catalog)
         reserve = Reserve(ByteBudget(budget) if isinstance(budget, int) else budget)
         retention = Retention(
-            self.store, self._catalog.checkpoints, self._pinned, grace=keep_grace, clock=clock
+            self.store,
+            self._catalog.checkpoints,
+            partial(_pinned, self.store),
+            grace=keep_grace,
+            clock=clock,
         )
         self._housekeeping = Housekeeping(retention, as_keep(keep or KeepAll()))
         self._beside = Beside(
@@ -135,7 +140,8 @@ class Saver(Rhythm, Facts):
             preemption=preemption,
         )
         saving = Saving(self.store, self._places, reserve, self._housekeeping, self._beside)
-        saving.after_commit += [self._note_commit]
+        # Weakly: saves under way must not keep a saver that was dropped without being closed.
+        saving.after_commit.append(_weakly(self._note_commit))
         self._due = Due(when, clock)
         self._keep_last = save_last and when is not None
         self._coordinator = SoloCoordinator()
@@ -364,9 +370,6 @@ class Saver(Rhythm, Facts):
         self._due.restored(checkpoint.step)
         return checkpoint
 
-    async def _pinned(self) -> Collection[tuple[str, str]]:
-        return await leased(self.store) | await promoted(self.store)
-
     def _note_commit(self, pending: PendingSave, checkpoint: Checkpoint) -> None:
         self._measure(pending)
         self._housekeeping.run_id = self.run_id
@@ -395,3 +398,17 @@ class Saver(Rhythm, Facts):
             layout=self._layout,
             progress=pending.progress,
         )
+
+
+async def _pinned(store: Store) -> Collection[tuple[str, str]]:
+    return await leased(store) | await promoted(store)
+
+
+def _weakly(method: Callable[[PendingSave, Checkpoint], None]) -> Callable[[PendingSave, Checkpoint], None]:
+    found = weakref.WeakMethod(method)
+
+    def call(pending: PendingSave, checkpoint: Checkpoint) -> None:
+        if (bound := found()) is not None:
+            bound(pending, checkpoint)
+
+    return call

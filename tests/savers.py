@@ -14,6 +14,7 @@ import torch
 
 from aiockpt import Saver, _threads
 from aiockpt._gate import _Gate
+from aiockpt.testing import FaultyFiles
 from tests.proof import leftovers, poisoned
 
 LARGE = 70_000
@@ -72,9 +73,24 @@ def assert_quiet(saver: Saver) -> None:
 
 @contextmanager
 def small_blocks() -> Iterator[None]:
-    """Poisoned blocks of 1 MiB; in the end all are home and the gate is open."""
-    with poisoned():
-        yield
+    """Poisoned blocks of 1 MiB; in the end all are home and the gate is open.
+
+    Disks that stand still are healed first: a test that fails must not hang.
+    """
+    disks: list[FaultyFiles] = []
+    make = FaultyFiles.__init__
+
+    def note(files: FaultyFiles, *args: Any, **options: Any) -> None:
+        make(files, *args, **options)
+        disks.append(files)
+
+    with pytest.MonkeyPatch.context() as patch, poisoned():
+        patch.setattr(FaultyFiles, "__init__", note)
+        try:
+            yield
+        finally:
+            for disk in disks:
+                disk.heal()
     assert _Gate.holds() == []
     assert _Gate._handle is None
 
