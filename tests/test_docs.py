@@ -15,7 +15,14 @@ import torch
 import aiockpt
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/quickstart.md", "docs/sync.md", "docs/preemption.md", "docs/publishing.md"]
+PAGES = [
+    "README.md",
+    "docs/quickstart.md",
+    "docs/sync.md",
+    "docs/preemption.md",
+    "docs/publishing.md",
+    "docs/sharing-a-run.md",
+]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

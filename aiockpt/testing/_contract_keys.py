@@ -61,6 +61,34 @@ class KeyContract:
         assert await store.list() == []
         assert await self.raw(store) == {}
 
+    async def test_the_lock_has_one_holder(self, tmp_path: Path) -> None:
+        """Others get the holder's record; it is nobody's once it is let go, and no key of the run."""
+        store, other = await self.ready(tmp_path), self.make_store(tmp_path)
+        lock = await store.lock()
+        assert not isinstance(lock, bytes)
+        assert await offload(lock.read) == b""
+        for record in (b"first record", b"second"):
+            await offload(lock.write, record)
+            assert await offload(lock.read) == record
+            for same in (store, other):
+                assert await same.lock() == record
+        for _ in range(2):
+            await offload(lambda: lock.release(forget=True))
+        again = await other.lock()
+        assert not isinstance(again, bytes)
+        assert await offload(again.read) == b""
+        await offload(lambda: again.release(forget=True))
+        assert await self.raw(store) == {}
+
+    async def test_the_stores_clock_goes_on(self, tmp_path: Path) -> None:
+        """What was written later is not older, in one listing; a store may also not say."""
+        store = await self.ready(tmp_path)
+        for name in ("b", "a", "b"):
+            await store.put(f"leases/{name}", name.encode())
+            await asyncio.sleep(0.01)
+        times = {entry.name: entry.modified for entry in await store.list("leases")}
+        assert times["a"] is None or times["b"] is None or times["a"] <= times["b"]
+
     async def test_put_then_get(self, tmp_path: Path) -> None:
         """What was put is what any store object gets; a second put replaces it whole."""
         store, other = await self.ready(tmp_path), self.make_store(tmp_path)
