@@ -15,11 +15,11 @@ import os
 import threading
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from aiockpt._direct import named
 
-__all__ = ["Lock", "peek_lock", "take_lock"]
+__all__ = ["Lock", "LockFile", "peek_lock", "take_lock"]
 
 RECORD_BYTES = 4096
 """No record is longer; what follows in the file is not looked at."""
@@ -28,6 +28,42 @@ _held: dict[tuple[int, int], tuple[int, int]] = {}
 """(device, inode) of the lock files this process holds -> (process id, which a fork changes; descriptor)."""
 # Reentrant: a collection inside may end in `release`, by the finalizer of an attempt or store nobody kept.
 _held_guard = threading.RLock()
+
+
+class LockFile(Protocol):
+    """The run's lock, held as well as the store can hold it, and the record in it.
+
+    Whether the lock alone keeps others out depends on the store and its file system; the
+    record, renewed by whoever is alive, is for those whom it does not keep out. All methods
+    block and may be called from any thread: they are for a lane.
+    """
+
+    place: tuple[int, int]
+    """Which file on which device it is, for this machine only."""
+
+    def read(self) -> bytes:
+        """The record as it is now, whoever wrote it; b"" for none.
+
+        A lock file that was removed is made again.
+
+        Raises:
+            BlockingIOError: somebody else has the lock now.
+            OSError: the store failed.
+        """
+
+    def write(self, record: bytes) -> None:
+        """Make this the record, durably.
+
+        Raises:
+            OSError: the store failed; the record is the old one, the new one, or torn.
+        """
+
+    def release(self, *, forget: bool) -> None:
+        """Let the lock go; any number of times.
+
+        Args:
+            forget: remove the record first, because it is ours.
+        """
 
 
 class Lock:

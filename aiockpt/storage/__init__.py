@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast, runtime_checkable
 
 from .._keys import check_filename, check_key, check_name, check_save_id
+from .._lockfile import LockFile
 from ..errors import UsageError
 
 __all__ = [
@@ -166,42 +167,6 @@ class Attempt(Protocol):
 
         Raises:
             OSError: something could not be removed; `sweep` can do it later.
-        """
-
-
-class LockFile(Protocol):
-    """The run's lock, held as well as the store can hold it, and the record in it.
-
-    Whether the lock alone keeps others out depends on the store and its file system; the
-    record, renewed by whoever is alive, is for those whom it does not keep out. All methods
-    block and may be called from any thread: they are for a lane.
-    """
-
-    place: tuple[int, int]
-    """Which file on which device it is, for this machine only."""
-
-    def read(self) -> bytes:
-        """The record as it is now, whoever wrote it; b"" for none.
-
-        A lock file that was removed is made again.
-
-        Raises:
-            BlockingIOError: somebody else has the lock now.
-            OSError: the store failed.
-        """
-
-    def write(self, record: bytes) -> None:
-        """Make this the record, durably.
-
-        Raises:
-            OSError: the store failed; the record is the old one, the new one, or torn.
-        """
-
-    def release(self, *, forget: bool) -> None:
-        """Let the lock go; any number of times.
-
-        Args:
-            forget: remove the record first, because it is ours.
         """
 
 

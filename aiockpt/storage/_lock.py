@@ -1,4 +1,4 @@
-"""The run's lock in a folder: `RUN/lock`, a POSIX record lock with the holder's record in it."""
+"""The run's lock: `RUN/lock`, a POSIX record lock with a record in it; or a reference, in memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import errno
 import os
 import threading
 import weakref
+from collections.abc import Callable
+from typing import Self
 
 from .._files import FileSystem, Lock
 
-__all__ = ["LocalLock"]
+__all__ = ["LocalLock", "MemoryLock"]
 
 
 class LocalLock:
@@ -73,3 +75,37 @@ class LocalLock:
             # A record that stays would keep others out for a while: no record is as good as no file.
             with contextlib.suppress(OSError):
                 self._files.write_lock(self._lock, b"")
+
+
+class MemoryLock:
+    """The lock of a run in memory: held by reference, as an attempt is.
+
+    Args:
+        holder: gives the lock that is held now.
+        closed: whether the store that took it is closed.
+    """
+
+    place = (0, 0)
+
+    def __init__(self, holder: Callable[[], Self | None], closed: Callable[[], bool]) -> None:
+        self.record = b""
+        self._holder = holder
+        self._closed = closed
+        self._released = False
+        self._pid = os.getpid()
+
+    def alive(self) -> bool:
+        """Whether it counts: a forked child has a copy of its own."""
+        return not self._released and not self._closed() and self._pid == os.getpid()
+
+    def read(self) -> bytes:
+        if self._holder() is not self:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), "lock")
+        return self.record
+
+    def write(self, record: bytes) -> None:
+        self.record = record
+
+    def release(self, *, forget: bool) -> None:
+        del forget  # the record goes with the lock in any case
+        self._released = True

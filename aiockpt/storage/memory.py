@@ -35,6 +35,7 @@ from . import (
     check_name,
     check_save_id,
 )
+from ._lock import MemoryLock
 
 __all__ = ["MemoryStore", "open_url"]
 
@@ -55,7 +56,7 @@ class _Bucket:
     files: dict[str, bytes | bytearray] = field(default_factory=dict)
     modified: dict[str, float] = field(default_factory=dict)
     exists: bool = False
-    lock: weakref.ref[_MemoryLock] | None = None
+    lock: weakref.ref[MemoryLock] | None = None
     attempts: dict[tuple[str, str], _Upload] = field(default_factory=dict)
 
     def under(self, folder: str) -> Iterator[str]:
@@ -69,7 +70,7 @@ class _Bucket:
         self.modified[key] = time.monotonic()
         self.exists = True
 
-    def holder(self) -> _MemoryLock | None:
+    def holder(self) -> MemoryLock | None:
         """Who holds the run's lock, if that one is still alive and in this process."""
         found = self.lock() if self.lock is not None else None
         return found if found is not None and found.alive() else None
@@ -199,7 +200,7 @@ class MemoryStore:
         holder = self._bucket.holder()
         if holder is not None:
             return holder.record
-        lock = _MemoryLock(self, self._bucket)
+        lock = MemoryLock(self._bucket.holder, lambda: self.closed)
         self._bucket.lock = weakref.ref(lock)
         return lock
 
@@ -221,34 +222,6 @@ async def _turn() -> None:
 def _drop(bucket: _Bucket, keys: set[str]) -> None:
     for key in keys:
         bucket.files.pop(key, None)
-
-
-class _MemoryLock:
-    """The lock of a bucket: held by reference, as an attempt is."""
-
-    place = (0, 0)
-
-    def __init__(self, store: MemoryStore, bucket: _Bucket) -> None:
-        self.record = b""
-        self._store = store
-        self._bucket = bucket
-        self._pid = os.getpid()
-
-    def alive(self) -> bool:
-        return not self._store.closed and self._pid == os.getpid()
-
-    def read(self) -> bytes:
-        if self._bucket.holder() is not self:
-            raise _error(errno.EAGAIN, "lock")
-        return self.record
-
-    def write(self, record: bytes) -> None:
-        self.record = record
-
-    def release(self, *, forget: bool) -> None:
-        del forget  # the record goes with the lock in any case
-        if self._bucket.holder() is self:
-            self._bucket.lock = None
 
 
 class _MemoryAttempt:
