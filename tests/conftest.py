@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping
 
 import hypothesis
 import pytest
@@ -93,3 +94,19 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
     if leaked and request.node.get_closest_marker("leaks") is None:
         pytest.fail("left behind:\n  " + "\n  ".join(leaked), pytrace=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Free the waiters of threads that a failed test left in a call.
+
+    The end of the loop, which comes next, would wait for such a thread for good: better one red
+    test than a suite that hangs.
+    """
+    report = yield
+    lanes = sys.modules.get("aiockpt._threads")
+    if call.when == "call" and call.excinfo is not None and lanes is not None:
+        lanes.abandon_busy()
+    return report
