@@ -20,8 +20,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 SOURCES := aiockpt tests $(wildcard examples benchmarks chaos)
 PYTEST := $(BIN)/python -m pytest
-# More options for pytest, as in `make test PYTEST_ARGS="-x -k crash"` or PYTEST_ARGS="-n 2".
-PYTEST_ARGS ?=
+# Options for pytest, as in `make test PYTEST_ARGS="-x -k crash"`; by default two tests run at a time.
+PYTEST_ARGS ?= -n 2
 
 .PHONY: help demo test quick check format static docs test-asyncio test-uvloop test-fast chaos soak bench clean
 

@@ -116,6 +116,18 @@ class Retention:
                 gone.append(checkpoint.step)
         return gone
 
+    async def retire(self, name: str) -> bool:
+        """Delete a folder that was written anew, unless it is leased or promoted; returns whether it went.
+
+        Raises:
+            OSError: the store failed.
+        """
+
+        async def wanted() -> bool:
+            return name in {folder for folder, _ in await self._pinned()}
+
+        return await self._store.retire(name, unless=wanted)
+
     async def _delete(self, checkpoint: Checkpoint) -> bool:
         async def wanted() -> bool:
             return (checkpoint.name, checkpoint.save_id) in await self._pinned()

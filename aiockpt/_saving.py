@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import time
 from collections.abc import Callable
@@ -143,6 +144,7 @@ class Saving:
             request.step, overwrite=request.overwrite
         )
         plan = await writer.plan_captured(request.captured)
+        await self._check_room(sum(size for _, size in plan.files))
         pool = await self.reserve.pool(plan)
         writer.use(pool, pool.budget.next_order())
         writer.on_staged = partial(self._staged, pending)
@@ -154,6 +156,17 @@ class Saving:
     def _staged(self, pending: PendingSave) -> None:
         pending._reach(Phase.STAGED)
         self.beside.staged(pending)
+
+    async def _check_room(self, nbytes: int) -> None:
+        """Refuse what cannot fit before anything is written; the reservation of each file has the last word.
+
+        Raises:
+            OSError: ENOSPC.
+        """
+        room = await self._store.room()
+        if room is not None and room < nbytes:
+            reason = f"{nbytes} bytes are needed and {room} are free"
+            raise OSError(errno.ENOSPC, reason, self._store.url)
 
     async def _commit(self, request: Request) -> None:
         await self.ledger.turn(request)
@@ -176,7 +189,7 @@ class Saving:
         """The step was written anew: take older generations away. Failing that is no failure."""
         for name in names:
             try:
-                await self._store.retire(name)
+                await self.housekeeping.retention.retire(name)
             except OSError as error:
                 log.warning("%s: cannot remove %s, which was written anew: %s", self._store.url, name, error)
 

@@ -11,18 +11,23 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
 from ._aliases import Aliases
+from ._door import translate
 from ._finding import Finder
 from ._leases import Lease
 from ._listing import VanishedError, read_manifest
 from ._loader import Loader, LoadOptions
 from ._manifest import Manifest
 from ._memory import ByteBudget
+from ._pinned import pinned
+from ._retention import Retention
 from .checkpoint import Checkpoint
 from .errors import CorruptCheckpointError, StepNotFoundError, UnsupportedFormatError, UsageError
+from .policies import Keep, KeepFunction, as_keep
 from .reader import VerifyReport, as_budget
 from .storage import Store, open_store
 
@@ -289,6 +294,35 @@ class Catalog:
     async def aliases(self) -> dict[str, Checkpoint]:
         """Every alias that points at a checkpoint; others are logged. Raises StorageError."""
         return await self._aliases.aliases()
+
+    async def prune(self, keep: Keep | KeepFunction, *, dry_run: bool = True) -> tuple[int, ...]:
+        """Delete what a policy lets go, as a saver does after a commit.
+
+        Only valid checkpoints of the newest one's run are candidates. The newest stays in any
+        case, and so does what is leased or promoted. A saver may be at work meanwhile.
+
+        Args:
+            keep: which steps stay, as for `Saver(keep=...)`.
+            dry_run: only say what would go; say `dry_run=False` to delete it.
+
+        Returns:
+            The steps that went, or would go, oldest first. What could not be deleted is logged.
+
+        Raises:
+            StorageError: the store failed.
+        """
+        newest = await self.latest()
+        if newest is None:
+            return ()
+        retention = Retention(self.store, self.checkpoints, partial(pinned, self.store))
+        policy = as_keep(keep)
+        try:
+            doomed = await retention.plan(policy, newest.run_id)
+        except OSError as error:
+            raise translate(error, "cannot look for what may go in", step=None) from error
+        if dry_run:
+            return tuple(checkpoint.step for checkpoint in doomed)
+        return tuple(await retention.apply(policy, newest.run_id))
 
     async def demote(self, alias: str = "production") -> None:
         """Remove an alias; the checkpoint stays until retention takes it. A missing one is no error.

@@ -7,25 +7,24 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
 from . import _threads
-from ._aliases import promoted
 from ._beside import Beside
 from ._calls import Staging
 from ._driven import DrivenWriter
 from ._due import Due
 from ._facts import Facts
 from ._housekeeping import Housekeeping
-from ._leases import leased
 from ._ledger import Ledger, add_notes
 from ._memory import ByteBudget
 from ._names import STEP_FORMAT, StepNames
 from ._on_error import OnError, run_on_error
+from ._pinned import pinned
 from ._place import Places, as_json, as_step, open_run
 from ._preemption import Preemption
 from ._ranks import SoloCoordinator
@@ -125,7 +124,7 @@ class Saver(Rhythm, Facts):
         retention = Retention(
             self.store,
             self._catalog.checkpoints,
-            partial(_pinned, self.store),
+            partial(pinned, self.store),
             grace=keep_grace,
             clock=clock,
         )
@@ -398,10 +397,6 @@ class Saver(Rhythm, Facts):
             layout=self._layout,
             progress=pending.progress,
         )
-
-
-async def _pinned(store: Store) -> Collection[tuple[str, str]]:
-    return await leased(store) | await promoted(store)
 
 
 def _weakly(method: Callable[[PendingSave, Checkpoint], None]) -> Callable[[PendingSave, Checkpoint], None]:

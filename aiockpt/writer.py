@@ -191,9 +191,7 @@ class CheckpointWriter:
     async def _begin(self, captured: Captured) -> None:
         if self._pool is None:
             self._pool = await self._reserve.pool(self._content.plan())
-        join = (
-            self.store.attach if self._content.rank else self.store.begin
-        )
+        join = self.store.attach if self._content.rank else self.store.begin
         self._attempt = await join(self.name, self.save_id)
         filled, self._filled = self._filled, None
         self._pipeline = Pipeline(

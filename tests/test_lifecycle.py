@@ -315,3 +315,50 @@ async def _load(run: Path) -> Any:
         with pytest.raises(StateMismatchError):
             await catalog.load(into={"model": {"w": torch.zeros(5)}})
         return await catalog.load()
+
+
+async def test_prune_says_first_and_deletes_then(tmp_path: Path) -> None:
+    """A dry run names what would go; the real one deletes it, but nothing leased, promoted or newest."""
+    async with Saver(tmp_path) as saver:
+        for step in range(1, 7):
+            await saver.save(state(step), step=step)
+    async with Catalog(tmp_path) as catalog:
+        await catalog.promote(2)
+        async with catalog.lease(3):
+            assert await catalog.prune(KeepEvery(4)) == (1, 5)
+            assert await catalog.steps() == (1, 2, 3, 4, 5, 6)
+            assert await catalog.prune(KeepEvery(4), dry_run=False) == (1, 5)
+            assert await catalog.steps() == (2, 3, 4, 6)
+        assert await catalog.prune(lambda checkpoints: []) == (3, 4)
+        assert await catalog.prune(KeepLast(9), dry_run=False) == ()
+    async with Catalog(tmp_path / "empty") as catalog:
+        assert await catalog.prune(KeepLast(1), dry_run=False) == ()
+
+
+async def test_written_anew_while_leased(tmp_path: Path) -> None:
+    """The older generation of a step stays as long as somebody reads it."""
+    async with Saver(tmp_path) as saver:
+        first = await saver.save(state(1), step=1)
+        async with Catalog(tmp_path) as catalog, catalog.lease(first) as lease:
+            await saver.save(state(2), step=1, overwrite=True)
+            assert (await lease.load())["step"] == 1
+            assert (await catalog.load(1))["step"] == 2
+        await saver.save(state(3), step=1, overwrite=True)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001.2"]
+
+
+async def test_a_state_that_cannot_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """Missing space is found out at `planned`, with the numbers."""
+    store = LocalStore(tmp_path)
+    async with Saver(store) as saver:
+        store.room = _no_room  # type: ignore[method-assign]
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(OSError, match="7 are free") as error:
+            await saver.save(state(1), step=1)
+        assert error.value.errno == errno.ENOSPC
+        assert sorted(tmp_path.rglob("*")) == before
+    await store.aclose()
+
+
+async def _no_room() -> int:
+    return 7

@@ -232,7 +232,7 @@ def _stepped(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
         loss = sum(((p @ p).square().mean() for p in params), start=torch.zeros(()))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss
 
     for _ in range(2):

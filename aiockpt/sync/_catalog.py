@@ -39,6 +39,11 @@ class Catalog(Door[catalog.Catalog]):
     restore = blocking(catalog.Catalog.restore)
     verify = blocking(catalog.Catalog.verify)
     read_file = blocking(catalog.Catalog.read_file)
+    promote = blocking(catalog.Catalog.promote)
+    alias = blocking(catalog.Catalog.alias)
+    aliases = blocking(catalog.Catalog.aliases)
+    demote = blocking(catalog.Catalog.demote)
+    prune = blocking(catalog.Catalog.prune)
 
     def __enter__(self) -> Self:
         self._open()
