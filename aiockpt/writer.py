@@ -109,6 +109,8 @@ class CheckpointWriter:
         self._beginning = False
         self._ended = False
         self._ending = asyncio.Lock()
+        self._writing = asyncio.Lock()
+        self._record: PartRecord | None = None
         self._removed = asyncio.Event()
         self._stuck = False
 
@@ -232,7 +234,11 @@ class CheckpointWriter:
         shards = await self._joined()
         self._reserve.close()
         assert self._attempt is not None
-        return await self._guard(self._content.put(self._attempt, shards), "cannot write")
+        async with self._writing:  # however many ask, the part is put once
+            if self._record is None:
+                put = self._content.put(self._attempt, shards)
+                self._record = await self._guard(put, "cannot write")
+        return self._record
 
     async def _joined(self) -> list[ShardRecord]:
         assert self._task is not None

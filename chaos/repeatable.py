@@ -7,6 +7,7 @@ chance, and one writer keeps the order of writes fixed.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import runpy
 import sys
@@ -28,14 +29,14 @@ def _numbered() -> uuid.UUID:
 def _let_torn_files_through() -> None:
     """ckpt-chaos hands out its own file objects in `torn` mode; aiofiles has to know them."""
     try:
-        from ckpt_chaos.inject import _TornFile  # type: ignore[import-untyped]
+        torn = importlib.import_module("ckpt_chaos.inject")._TornFile
     except ImportError:
         return
 
     def wrap(file, *, loop=None, executor=None):  # type: ignore[no-untyped-def]
         return aiofiles.threadpool.binary.AsyncBufferedIOBase(file, loop=loop, executor=executor)
 
-    aiofiles.threadpool.wrap.register(_TornFile)(wrap)  # type: ignore[no-untyped-call]
+    aiofiles.threadpool.wrap.register(torn)(wrap)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":
