@@ -47,12 +47,8 @@ class Request:
     """What was written, for the commit."""
     committing: bool = False
     """The commit has begun: it can no longer be cancelled."""
-    started: bool = False
-    """The task runs. One that is cancelled before that would never clean up."""
     copied: bool = False
     """An independent copy of everything existed before the task ran."""
-    unwanted: bool = False
-    """Cancelled before the task ran."""
     number: int = field(default_factory=itertools.count().__next__)
     """The order of the calls."""
 
@@ -70,20 +66,8 @@ class Request:
         """End it unless it is too late; returns whether it was not."""
         if self.committing or self.task is None or self.task.done():
             return False
-        self.unwanted = True
-        if self.started:
-            self.task.cancel()
+        self.task.cancel()
         return True
-
-    def start(self) -> None:
-        """Called first thing in the task.
-
-        Raises:
-            CancelledError: it was cancelled before it ran.
-        """
-        self.started = True
-        if self.unwanted:
-            raise asyncio.CancelledError
 
     @property
     def captured(self) -> Captured:

@@ -118,7 +118,6 @@ class Saving:
     async def _try(self, request: Request, retire: list[str]) -> CheckpointError | None:
         """From admission to commit; fills `retire` with older folders of the same step."""
         try:
-            request.start()
             retire += await self._write(request)
             await self._commit(request)
         except asyncio.CancelledError:
@@ -128,7 +127,7 @@ class Saving:
         return None
 
     def _see_off(self, request: Request, task: asyncio.Task[None]) -> None:
-        """A task that was torn off (its loop ends, Ctrl-C hit its code) leaves no save without an end."""
+        """No save is left without an end: cancelled before its task ran, or Ctrl-C hit the task's code."""
         if request in self.ledger.active:
             if not task.cancelled():
                 task.exception()

@@ -66,6 +66,9 @@ class CheckpointWriter:
         UsageError: an argument is wrong. Nothing was written.
     """
 
+    _record: PartRecord | None = None
+    """What `write` gave."""
+
     def __init__(
         self,
         run: str | os.PathLike[str] | Store,
@@ -108,9 +111,7 @@ class CheckpointWriter:
         self._reached_staged = asyncio.Event()
         self._beginning = False
         self._ended = False
-        self._ending = asyncio.Lock()
-        self._writing = asyncio.Lock()
-        self._record: PartRecord | None = None
+        self._ending, self._writing = asyncio.Lock(), asyncio.Lock()
         self._removed = asyncio.Event()
         self._stuck = False
 
