@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
 from . import _threads
@@ -18,12 +15,12 @@ from ._beside import Beside
 from ._calls import Staging
 from ._driven import DrivenWriter
 from ._due import Due
-from ._facts import Facts
 from ._housekeeping import Housekeeping
-from ._ledger import Ledger, add_notes
+from ._leaving import Leaving
+from ._ledger import Ledger
 from ._memory import ByteBudget
 from ._names import STEP_FORMAT, StepNames
-from ._on_error import OnError, run_on_error
+from ._on_error import OnError
 from ._pinned import pinned
 from ._place import Places, as_json, as_step, open_run
 from ._preemption import Preemption
@@ -32,11 +29,10 @@ from ._records import UserFile
 from ._request import SaveOptions
 from ._reserve import Reserve
 from ._retention import Retention
-from ._rhythm import Rhythm
 from ._saving import Saving
 from .catalog import Catalog, LoadOptions
 from .checkpoint import Checkpoint
-from .errors import CheckpointError, DrainTimeoutError, StorageError
+from .errors import CheckpointError, StorageError
 from .layouts import Layout
 from .pending import PendingSave
 from .policies import Keep, KeepFunction, When, as_keep
@@ -47,7 +43,7 @@ from .storage import Store, open_store
 __all__ = ["Saver"]
 
 
-class Saver(Rhythm, Facts):
+class Saver(Leaving):
     """Writes the checkpoints of one run.
 
     An async context manager; it must be entered. Leaving it drains what is pending and
@@ -146,7 +142,7 @@ class Saver(Rhythm, Facts):
         self._coordinator = SoloCoordinator()
         super().__init__(saving, on_overlap=on_overlap, on_failure=on_failure, allow_pickle=allow_pickle)
 
-    # Entering and leaving
+    # Entering; leaving is in `Leaving`
 
     async def __aenter__(self) -> Self:
         self._owner.enter()
@@ -167,109 +163,6 @@ class Saver(Rhythm, Facts):
             raise StorageError.wrap(error, "cannot open the run in", file=where) from error
         self._beside.enter(self, self._catalog.latest)
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, body: BaseException | None, _: TracebackType | None
-    ) -> None:
-        if body is None:
-            try:
-                if self._keep_last:
-                    await self._save_last()
-            finally:
-                await self.aclose()
-            return
-        # The body's exception goes through unchanged; what the saves have to say becomes notes.
-        for request in list(self._saving.ledger.active):
-            if request.needs_state:
-                request.cancel()
-        try:
-            if self._save_on_error is not None and self._owner.open:
-                await _threads.settle(run_on_error(self._save_on_error, body, self._drain_timeout))
-            await self.aclose()
-        except CheckpointError as error:
-            add_notes(body, [error])
-
-    async def drain(self, *, timeout: float | None = None) -> None:
-        """Wait until nothing is pending and all is published, then raise what nobody was told of.
-
-        Cancelled, or timed out, only the wait ends.
-
-        Args:
-            timeout: seconds, or None for ever.
-
-        Raises:
-            CheckpointError: a save failed and nobody had awaited it; several: `SaveErrors`.
-            DrainTimeoutError: the time is over; the saves go on.
-        """
-        self._owner.check(closed_too=True)
-        try:
-            async with asyncio.timeout(timeout) as limit:
-                await self._saving.idle()
-                await self._beside.idle()
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise DrainTimeoutError(self._saving.ledger.still_pending(timeout)) from error
-        self._saving.ledger.raise_unreported()
-
-    async def aclose(self) -> None:
-        """Drain and close; any number of times.
-
-        Under cancellation it still drains, for at most `drain_timeout` seconds. What nobody
-        was told of then stands in the notes of the CancelledError.
-
-        Raises:
-            CheckpointError: as `drain`.
-            DrainTimeoutError: a save did not end in time. A thread of it may still run;
-                its memory and descriptor are leaked on purpose.
-            UsageError: a `save` or `stage` was never awaited.
-        """
-        ledger = self._saving.ledger
-        if self._owner.loop is None or (self._owner.closed and not ledger.active):
-            self._owner.closed = True
-            return
-        self._owner.check(closed_too=True)
-        try:
-            await _threads.settle(self._close())
-        except asyncio.CancelledError as cancelled:
-            add_notes(cancelled, ledger.take_unreported())
-            raise
-        except DrainTimeoutError as error:
-            ledger.raise_unreported(error)
-        ledger.raise_unreported()
-
-    async def _close(self) -> None:
-        if not self._owner.closed:
-            await asyncio.sleep(0)  # tasks that were given a call have not begun it yet
-            self._owner.closed = True
-            for call in list(self._calls):
-                call.abandon()
-        try:
-            await self._saving.drain(self._drain_timeout)
-        finally:
-            await self._places.lock.release()
-        if self._owned:
-            await self.store.aclose()
-
-    async def abort(self) -> None:
-        """Cancel whatever is not committing yet, and close; cancelled saves raise no error here."""
-        if self._owner.loop is not None:
-            self._owner.check(closed_too=True)
-        for pending in self.pending:
-            pending.cancel()
-        await self.aclose()
-
-    def __del__(self) -> None:
-        owner = getattr(self, "_owner", None)
-        if owner is not None and owner.open:
-            steps = ", ".join(str(r.step) for r in self._saving.ledger.active) or "none"
-            warnings.warn(
-                f"a saver of {self.store.url} was never closed (pending steps: {steps}); "
-                "use `async with`, or await saver.aclose()",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
 
     # Saving
 
