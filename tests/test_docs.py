@@ -21,6 +21,7 @@ PAGES = [
     "docs/sync.md",
     "docs/preemption.md",
     "docs/publishing.md",
+    "docs/keep-and-when.md",
     "docs/sharing-a-run.md",
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
