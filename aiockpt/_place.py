@@ -118,6 +118,8 @@ class Places:
         """Keeps other writers out."""
         self.newest = -1
         """The highest step that is committed, as far as this saver knows."""
+        self.passed_over: set[str] = set()
+        """Folders whose manifest is sound and whose data is not, as a restore found out."""
 
     async def refresh(self) -> None:
         """Learn the newest committed step from the store."""
@@ -155,6 +157,18 @@ class Places:
         # Without `overwrite` they are damaged ones: evidence, which nobody asked us to remove.
         return name, generation, folders if overwrite else []
 
+    async def pass_over(self, restored: Checkpoint) -> None:
+        """A restore went back over damaged steps: the run goes on from there, and may reach them again.
+
+        Raises:
+            StorageError: the store failed.
+        """
+        steps = {step for step, _ in restored.skipped}
+        if steps:
+            found = await self._catalog.checkpoints()
+            self.passed_over |= {c.name for c in found if c.step in steps and c.step > restored.step}
+            self.newest = max((c.step for c in found if c.name not in self.passed_over), default=-1)
+
     async def rewind(self, checkpoint: Checkpoint) -> None:
         """Retire every committed step above the checkpoint's, newest first.
 
@@ -189,9 +203,9 @@ class Places:
 
     async def _exists(self, step: int) -> bool:
         try:
-            await self._catalog.get(step)
+            found = await self._catalog.get(step)
         except UnsupportedFormatError:
             return True
         except (FileNotFoundError, CorruptCheckpointError):
             return False
-        return True
+        return found.name not in self.passed_over

@@ -73,6 +73,8 @@ class Retention:
         self._grace = grace
         self._clock = clock
         self._committed: tuple[str, float] | None = None
+        self.passed_over: Collection[str] = ()
+        """Folders that a restore found damaged: they are evidence, and stand for nothing."""
         self.resumed_from: str | None = None
         """The folder the run was resumed from; it stays."""
 
@@ -92,7 +94,7 @@ class Retention:
         Raises:
             OSError: the store failed.
         """
-        found = await self._listing()
+        found = [c for c in await self._listing() if c.name not in self.passed_over]
         protected = {name for name, _ in await self._pinned()}
         if self.resumed_from is not None:
             protected.add(self.resumed_from)

@@ -258,6 +258,8 @@ class Saver(Leaving):
             await self._beside.idle()  # no publisher is at work on what goes
             await self._places.rewind(checkpoint)
             self._beside.rewound(checkpoint)
+        await self._places.pass_over(checkpoint)
+        self._housekeeping.retention.passed_over = self._places.passed_over
         self._housekeeping.retention.resumed_from = checkpoint.name
         self._due.restored(checkpoint.step)
         return checkpoint

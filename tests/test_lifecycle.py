@@ -362,3 +362,27 @@ async def test_a_state_that_cannot_fit_is_refused_before_anything_is_written(tmp
 
 async def _no_room() -> int:
     return 7
+
+
+async def test_goes_on_below_a_damaged_step_and_reaches_it_again(tmp_path: Path) -> None:
+    """A restore that passed over damaged data lets the run save on, up to that step and beyond it."""
+    async with Saver(tmp_path) as saver:
+        for step in (1, 5):
+            await saver.save(state(step), step=step)
+    shard = tmp_path / "step-00000005" / "model-00000-00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    async with Saver(tmp_path, keep=KeepLast(1), keep_grace=0) as saver:
+        restored = await saver.restore()
+        assert restored is not None
+        assert (restored.step, [step for step, _ in restored.skipped]) == (1, [5])
+        await saver.save(state(3), step=3)
+        await saver._housekeeping.drain()
+        assert await steps(tmp_path) == [1, 3, 5]  # resumed from, newest, evidence
+        await saver.save(state(5.5), step=5)
+        await saver._housekeeping.drain()
+    async with Catalog(tmp_path) as catalog:
+        assert (await catalog.load(5))["step"] == 5.5
+        assert await catalog.steps() == (1, 5)
+    assert shard.read_bytes() == data
