@@ -54,6 +54,7 @@ class Retention:
         store: of the run.
         listing: gives the valid checkpoints.
         pinned: gives what is leased or promoted.
+        pinned_if_any: the same, cheaper where nothing ever was.
         grace: seconds after a commit during which the step before it stays as well.
         clock: monotonic seconds.
     """
@@ -64,12 +65,14 @@ class Retention:
         listing: Callable[[], Awaitable[Sequence[Checkpoint]]],
         pinned: Pinned,
         *,
+        pinned_if_any: Pinned | None = None,
         grace: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._listing = listing
         self._pinned = pinned
+        self._pinned_if_any = pinned_if_any or pinned
         self._grace = grace
         self._clock = clock
         self._committed: tuple[str, float] | None = None
@@ -126,7 +129,7 @@ class Retention:
         """
 
         async def wanted() -> bool:
-            return name in {folder for folder, _ in await self._pinned()}
+            return name in {folder for folder, _ in await self._pinned_if_any()}
 
         return await self._store.retire(name, unless=wanted)
 

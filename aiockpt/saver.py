@@ -21,7 +21,7 @@ from ._ledger import Ledger
 from ._memory import ByteBudget
 from ._names import STEP_FORMAT, StepNames
 from ._on_error import OnError
-from ._pinned import pinned
+from ._pinned import pinned, pinned_if_any
 from ._place import Places, as_json, as_step, open_run
 from ._preemption import Preemption
 from ._ranks import SoloCoordinator
@@ -121,6 +121,7 @@ class Saver(Leaving):
             self.store,
             self._catalog.checkpoints,
             partial(pinned, self.store),
+            pinned_if_any=partial(pinned_if_any, self.store),
             grace=keep_grace,
             clock=clock,
         )

@@ -31,6 +31,8 @@ T = TypeVar("T")
 logger = logging.getLogger("aiockpt.storage")
 
 LITTER = re.compile(r"\.(?P<name>.+)\.(?P<id>[0-9a-f]{32})(?P<ending>|\.lock|\.retired|\.tmp)", re.DOTALL)
+SHARED = ("aliases", "files", "leases")
+"""Folders of a run that small files are put into, by whichever process."""
 TRIES = 5
 LOCK_TRIES = 50
 LOCK_PAUSE = 0.02
@@ -270,7 +272,8 @@ class RunFolder:
     def sweep(self) -> list[str]:
         """Remove litter; returns the names of removed attempts."""
         swept = set()
-        for folder in sorted(self._put_into):
+        shared = {f"{self.path}/{name}" for name in SHARED}
+        for folder in sorted(self._put_into | shared):
             with contextlib.suppress(FileNotFoundError):
                 swept.update(self._sweep(folder))
         return sorted(swept)

@@ -149,9 +149,12 @@ def _combined(cls: type[enum.Enum], value: object, name: str) -> object:
     if own or type(value) is not int:
         raise Absent(name)
     try:
-        return cls(value)
+        combined = cls(value)
     except ValueError as error:
         raise Absent(name) from error
+    if combined.value != value:  # some Pythons drop the bits that are no flags
+        raise Absent(name)
+    return combined
 
 
 class _NamedTuple(Codec):
