@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ._beside import Beside
 from ._due import Due
+from ._ranks import Decision, Decisions, Kind
 from .errors import CheckpointError
 from .pending import PendingSave
 from .stats import SaverStats
@@ -14,6 +15,7 @@ class Facts:
 
     _beside: Beside
     _due: Due
+    _decisions: Decisions
 
     @property
     def pending(self) -> tuple[PendingSave, ...]:
@@ -41,4 +43,4 @@ class Facts:
         Nothing is stopped by it: the training loop is to look at `stop_requested`.
         """
         if self._beside.stop is None:
-            self._beside.stop = reason
+            self._beside.stop = self._decisions.note(Decision(Kind.STOP, None, reason)).value

@@ -12,7 +12,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["Coordinator", "Decision", "Kind", "SoloCoordinator"]
+__all__ = ["Coordinator", "Decision", "Decisions", "Kind", "SoloCoordinator"]
 
 T = TypeVar("T")
 
@@ -80,3 +80,25 @@ class SoloCoordinator:
     async def broadcast(self, value: T) -> T:
         """The value itself."""
         return value
+
+
+class Decisions:
+    """The one place where a saver decides what happens next.
+
+    Args:
+        coordinator: shares what is decided.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
+        self.last: dict[Kind, Decision] = {}
+        """The newest decision of each kind."""
+
+    def note(self, decision: Decision) -> Decision:
+        """Take a decision that rank 0 can make without asking anybody, and that others learn later."""
+        self.last[decision.kind] = decision
+        return decision
+
+    async def agree(self, decision: Decision) -> Decision:
+        """Take a decision that every rank has to know before it goes on."""
+        return self.note(await self.coordinator.broadcast(decision))

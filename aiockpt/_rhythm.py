@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack
 from ._due import Due
 from ._intake import Intake
 from ._place import as_step
-from ._ranks import Coordinator, Decision, Kind
+from ._ranks import Decision, Decisions, Kind
 from ._request import Request, SaveOptions
 from .errors import UsageError
 from .pending import PendingSave, Phase
@@ -22,7 +22,7 @@ class Rhythm(Intake):
     """An intake that knows when a save is due."""
 
     _due: Due
-    _coordinator: Coordinator
+    _decisions: Decisions
     _last: tuple[Any, int, SaveOptions] | None = None
     """What `stage_if_due` was last asked to save, for the end."""
 
@@ -75,14 +75,14 @@ class Rhythm(Intake):
 
     def _ask(self, step: int) -> bool:
         self._due.preempted = self._saving.beside.preempted
-        return self._due.ask(step)
+        return bool(self._decisions.note(Decision(Kind.DUE, step, self._due.ask(step))).value)
 
     async def _stage_or_skip(self, request: Request, if_busy: str) -> PendingSave | None:
         decision = Decision(Kind.ADMIT, request.step)
         try:
             if if_busy == "skip" and not await self._saving.ledger.free_within(SKIP_GRACE):
                 decision = Decision(Kind.SKIP, request.step, "saves are pending")
-            decision = await self._coordinator.broadcast(decision)
+            decision = await self._decisions.agree(decision)
         except BaseException:
             request.drop()
             raise

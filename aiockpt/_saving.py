@@ -21,6 +21,7 @@ from ._beside import Beside
 from ._door import forget_frames, translate
 from ._housekeeping import Housekeeping
 from ._place import Places
+from ._ranks import Coordinator
 from ._request import Request
 from ._reserve import Reserve
 from .checkpoint import Checkpoint
@@ -43,6 +44,7 @@ class Saving:
         reserve: gives the blocks.
         housekeeping: deletes what retention lets go.
         beside: told of everything.
+        coordinator: connects the ranks.
     """
 
     def __init__(
@@ -52,11 +54,13 @@ class Saving:
         reserve: Reserve,
         housekeeping: Housekeeping,
         beside: Beside,
+        coordinator: Coordinator,
     ) -> None:
         self.ledger = beside.ledger
         self.reserve = reserve
         self.housekeeping = housekeeping
         self.beside = beside
+        self._coordinator = coordinator
         self.after_commit: list[Callable[[PendingSave, Checkpoint], None]] = []
         """Told at once of each commit, on the loop; must neither block nor raise."""
         self._store = store
@@ -174,7 +178,8 @@ class Saving:
         assert request.record is not None
         writer = request.writer
         try:
-            await writer.finish([request.record])
+            # Of many ranks the first one commits, once it has every other's record.
+            await writer.finish(await self._coordinator.gather(request.record))
         finally:
             # Also when it was cancelled: the commit goes on to its end then.
             if writer.checkpoint is not None:

@@ -24,7 +24,7 @@ from ._on_error import OnError
 from ._pinned import pinned, pinned_if_any
 from ._place import Places, as_json, as_step, open_run
 from ._preemption import Preemption
-from ._ranks import SoloCoordinator
+from ._ranks import Decision, Decisions, Kind, SoloCoordinator
 from ._records import UserFile
 from ._request import SaveOptions
 from ._reserve import Reserve
@@ -135,12 +135,13 @@ class Saver(Leaving):
             run_files=run_files,
             preemption=preemption,
         )
-        saving = Saving(self.store, self._places, reserve, self._housekeeping, self._beside)
+        self._decisions = Decisions(SoloCoordinator())
+        coordinator = self._decisions.coordinator
+        saving = Saving(self.store, self._places, reserve, self._housekeeping, self._beside, coordinator)
         # Weakly: saves under way must not keep a saver that was dropped without being closed.
         saving.after_commit.append(_weakly(self._note_commit))
         self._due = Due(when, clock)
         self._keep_last = save_last and when is not None
-        self._coordinator = SoloCoordinator()
         super().__init__(saving, on_overlap=on_overlap, on_failure=on_failure, allow_pickle=allow_pickle)
 
     # Entering; leaving is in `Leaving`
@@ -253,6 +254,8 @@ class Saver(Leaving):
         self._owner.check()
         await self._saving.idle()
         checkpoint = await self._catalog.restore(into, step=step, **options)
+        found = None if checkpoint is None else checkpoint.step
+        await self._decisions.agree(Decision(Kind.RESTORE, step, found))
         if checkpoint is None:
             return None
         if rewind:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from aiockpt import Catalog, PendingSave, Saver, StateMismatchError, UsageError
+from aiockpt._ranks import Decision, Kind
 from aiockpt._retention import Retention
 from aiockpt.policies import When
 from aiockpt.policies.keep import KeepBest, KeepEvery, KeepLast
@@ -386,3 +387,49 @@ async def test_goes_on_below_a_damaged_step_and_reaches_it_again(tmp_path: Path)
         assert (await catalog.load(5))["step"] == 5.5
         assert await catalog.steps() == (1, 5)
     assert shard.read_bytes() == data
+
+
+async def test_every_decision_goes_through_one_place(tmp_path: Path) -> None:
+    """What many ranks will have to share: admit, skip, due, stop, restore."""
+    async with Saver(tmp_path, when=EverySteps(2), save_last=False) as saver:
+        last = saver._decisions.last
+        assert await saver.restore() is None
+        assert last[Kind.RESTORE] == Decision(Kind.RESTORE, None, None)
+        await saver.stage_if_due(state(1), step=1)
+        assert last[Kind.DUE] == Decision(Kind.DUE, 1, False)
+        pending = await saver.stage_if_due(state(2), step=2)
+        assert pending is not None
+        await pending
+        assert last[Kind.ADMIT] == Decision(Kind.ADMIT, 2)
+        saver.request_stop("enough")
+        assert saver.stop_requested == last[Kind.STOP].value == "enough"
+        assert await saver.restore() is not None
+        assert last[Kind.RESTORE].value == 2
+        assert Kind.SKIP not in last
+
+
+@pytest.mark.parametrize("kind", ["error", "after"])
+async def test_retention_may_fail_at_any_operation(tmp_path: Path, kind: Any) -> None:
+    """A failing deletion: the save stands, the newest loads; the next commit tidies up."""
+    for n in range(200):
+        run = tmp_path / f"{kind}-{n}"
+        store = FaultyStore(LocalStore(run), kind=kind)
+        async with Saver(store, keep=KeepLast(1), keep_grace=0) as saver:
+            for step in (1, 2):
+                pending = await saver.stage(state(step), step=step)
+                await pending.written()
+            await pending
+            store.faults.fail_at = len(store.operations) + n
+            saver._housekeeping._kick()
+            await saver._housekeeping.drain()
+            fired = store.faults.fired
+            store.faults.fail_at = None
+            assert (await saver.restore(step=2)) is not None
+            saver._housekeeping.retention.resumed_from = None
+            await saver.save(state(3), step=3)
+        assert await steps(run) == [3]
+        assert saver.failures == ()
+        if not fired:
+            assert n > 3
+            return
+    raise AssertionError("it never came to an end")
