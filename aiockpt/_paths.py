@@ -124,7 +124,8 @@ def parse_key(text: str) -> Key:
     if _PLAIN.match(text):
         return text
     key, end = _read(text, 0, 0)
-    if end != len(text):
+    # Quotes are for what needs them: a plain string has its one spelling without.
+    if end != len(text) or (type(key) is str and _PLAIN.match(key)):
         raise ValueError(f"not a key: {text[:80]!r}")
     return key
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aiockpt._paths import (
@@ -114,6 +114,7 @@ def test_a_text_nobody_writes_is_refused(text: str) -> None:
         parse_key(text)
 
 
+@example('"."')
 @given(st.text('("\\1,)anp.int8e-+u0', max_size=30))
 def test_reading_any_text_gives_a_key_or_a_value_error(text: str) -> None:
     """What reads at all is what the key writes again."""
