@@ -91,7 +91,7 @@ def tensor_names(table: TensorTable, group: Group) -> dict[int, str]:
     Where that would be ambiguous (or is the format's own `__metadata__`), the row is
     called by its whole path, which is unique.
     """
-    plain = {row: _dotted(table.path[row].removeprefix(group.strip)) for row in group.rows}
+    plain = {row: dotted(table.path[row].removeprefix(group.strip)) for row in group.rows}
     count: dict[str, int] = {}
     for name in plain.values():
         count[name] = count.get(name, 0) + 1
@@ -102,7 +102,7 @@ def tensor_names(table: TensorTable, group: Group) -> dict[int, str]:
     return names
 
 
-def _dotted(path: str) -> str:
+def dotted(path: str) -> str:
     """The components joined by dots; a quoted one as the string it means, if it has one."""
     return ".".join(_unquoted(part) for part in path.split("/"))
 

@@ -17,7 +17,7 @@ import msgspec
 from ._dtypes import itemsize, safetensors_name
 from ._fetch import Fetch, in_parallel
 from ._manifest import FileRecord, ShardRecord, digest
-from ._plan import _dotted, header_bytes
+from ._plan import dotted, header_bytes
 from ._reads import whole_shard
 from ._saved import Saved
 from ._table import TensorTable
@@ -203,4 +203,4 @@ def _means(name: str, path: str) -> bool:
     if name.rstrip("'") in (path, '""'):
         return True
     components = path.split("/")
-    return any(name == _dotted("/".join(components[at:])) for at in range(len(components)))
+    return any(name == dotted("/".join(components[at:])) for at in range(len(components)))
