@@ -20,6 +20,7 @@ CheckpointError(Exception)
 │   ├── PreviousSaveError                     an earlier save failed unseen; the new one goes on
 │   ├── DrainTimeoutError(TimeoutError)       a save did not end within drain_timeout
 │   └── CommitUnknownError                    the commit may or may not have happened
+├── RanksFailedError(RuntimeError)          some ranks failed, so the collective save or load did
 ├── PublishError(RuntimeError)              the step is committed; telling others of it failed
 └── SaveErrors(ExceptionGroup)              several saves failed
 ```
@@ -31,6 +32,7 @@ they do not apply): the step, the file or key, and where in the state it happene
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -43,6 +45,7 @@ __all__ = [
     "PickleRefusedError",
     "PreviousSaveError",
     "PublishError",
+    "RanksFailedError",
     "RunLockedError",
     "SaveCancelledError",
     "SaveError",
@@ -337,6 +340,32 @@ class DrainTimeoutError(SaveError, TimeoutError):
 
 class CommitUnknownError(SaveError):
     """The commit may or may not have happened; the manifest on disk is the truth."""
+
+
+class RanksFailedError(CheckpointError, RuntimeError):
+    """A save or load of several ranks failed as a whole; every rank gets this error.
+
+    Attributes:
+        failures: what each rank that failed raised. A failure that cannot be pickled travels as
+            a RuntimeError with its text.
+    """
+
+    def __init__(self, doing: str, failures: Mapping[int, BaseException], *, file: str | None = None) -> None:
+        self.failures = dict(failures)
+        causes = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, e in self.failures.items())
+        super().__init__(f"{doing} failed: {causes}", file=file)
+
+    def _facts(self) -> dict[str, Any]:
+        return self.__dict__ | {"failures": {rank: _portable(e) for rank, e in self.failures.items()}}
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error, or its text where the error itself cannot go to another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 class PublishError(CheckpointError, RuntimeError):

@@ -25,6 +25,9 @@ EXAMPLES: dict[str, CheckpointError] = {
     ),
     "DrainTimeoutError": errors.DrainTimeoutError("stuck", step=5, file="m.safetensors"),
     "PickleRefusedError": errors.PickleRefusedError("pickled", path="extra"),
+    "RanksFailedError": errors.RanksFailedError(
+        "saving", {1: ValueError("no"), 3: OSError(28, "full")}, file="d"
+    ),
     "RunLockedError": errors.RunLockedError("locked", file="runs/a", holder={"pid": 3, "since": 1.5}),
     "PreviousSaveError": errors.PreviousSaveError("an earlier save failed", step=6),
     "PublishError": errors.PublishError("no link", step=7, file="step-7", publisher="LatestLink"),
@@ -70,7 +73,10 @@ def _facts(error: BaseException) -> object:
     if isinstance(error, BaseExceptionGroup):
         return type(error), error.message, [_facts(e) for e in error.exceptions], dict(vars(error))
     named = [getattr(error, name, None) for name in ("errno", "strerror", "filename")]
-    return type(error), str(error), error.args, named, dict(vars(error))
+    facts = dict(vars(error))
+    if "failures" in facts:
+        facts["failures"] = {rank: _facts(failure) for rank, failure in facts["failures"].items()}
+    return type(error), str(error), error.args, named, facts
 
 
 def test_drawing_is_true() -> None:
