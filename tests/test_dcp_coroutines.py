@@ -367,6 +367,7 @@ from aiockpt.integrations.dcp import drain, load, save, stage
 rank, folder = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 mesh = DeviceMesh("cpu", [0, 1])
+own = dist.new_group()  # distribute_tensor communicates on the default group while saves run
 
 def state(value):
     return {"w": distribute_tensor(torch.arange(7.0) + value, mesh, [Shard(0)])}
@@ -379,18 +380,18 @@ class Fails(FileSystemWriter):
 
 async def main():
     for n in (1, 2, 3):
-        await stage(state(n), checkpoint_id=f"{folder}/{n}")
+        await stage(state(n), checkpoint_id=f"{folder}/{n}", process_group=own)
     try:
-        await save(state(4), storage_writer=Fails(f"{folder}/4"))
+        await save(state(4), storage_writer=Fails(f"{folder}/4"), process_group=own)
     except RanksFailedError as error:
         assert list(error.failures) == [1] and "the disk of rank 1" in str(error), error
     else:
         raise AssertionError("no rank was told")
-    await save(state(5), checkpoint_id=f"{folder}/5")
+    await save(state(5), checkpoint_id=f"{folder}/5", process_group=own)
     await drain()
     for n in (1, 2, 3, 5):
         into = state(0)
-        await load(into, checkpoint_id=f"{folder}/{n}")
+        await load(into, checkpoint_id=f"{folder}/{n}", process_group=own)
         assert torch.equal(into["w"].full_tensor(), torch.arange(7.0) + n), n
 
 asyncio.run(main())
