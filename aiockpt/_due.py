@@ -24,6 +24,8 @@ class Due:
     def __init__(self, when: When | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.when = when
         self.preempted = False
+        self.pending = 0
+        """Saves under way."""
         self.skipped = 0
         """Saves that were due and left out."""
         self.seen: int | None = None
@@ -47,6 +49,7 @@ class Due:
             blocked_seconds=self._blocked,
             write_seconds=self._write,
             preempted=self.preempted,
+            pending=self.pending,
         )
         return self.when(moment)
 

@@ -8,12 +8,21 @@ a commit came meanwhile, or when a grace time is over.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
 
 from ._retention import Retention
 from .policies import Keep
 from .policies.keep import KeepAll
 
 __all__ = ["Housekeeping"]
+
+log = logging.getLogger("aiockpt")
+
+UNWIND_TRIES = 5
+"""How often, once a second, threads are written off until a pass has unwound."""
 
 
 class Housekeeping:
@@ -31,6 +40,7 @@ class Housekeeping:
         self._idle = isinstance(keep, KeepAll)
         self._wanted = False
         self._closed = False
+        self._paused = 0
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -43,14 +53,16 @@ class Housekeeping:
         if self._idle or self._closed:
             return
         self._wanted = True
-        if self._task is None:
+        if self._task is None and not self._paused:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="aiockpt retention")
 
     async def _run(self) -> None:
         try:
-            while self._wanted:
+            while self._wanted and not self._paused:
                 self._wanted = False
                 await self.retention.apply(self._keep, self.run_id)
+        except Exception as error:  # the policy's, most of the time
+            log.error("retention failed, the next commit tries again: %s", error, exc_info=error)
         finally:
             self._task = None
         self._come_back()
@@ -69,9 +81,42 @@ class Housekeeping:
         while self._task is not None:
             await asyncio.wait({self._task})
 
-    async def close(self) -> None:
-        """Finish what is under way and begin nothing new."""
+    @contextlib.asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """While the body runs nothing is deleted."""
+        self._paused += 1
+        try:
+            await self.drain()
+            yield
+        finally:
+            self._paused -= 1
+            if self._wanted:
+                self._kick()
+
+    async def close(self, deadline: float | None, abandon: Callable[[], object]) -> bool:
+        """Finish what is under way, at most until `deadline`, and begin nothing new.
+
+        Args:
+            deadline: on the monotonic clock; None waits for ever.
+            abandon: writes off the threads that are stuck in a call of the pass.
+
+        Returns:
+            Whether the pass was late, and so was given up.
+        """
         if self._timer is not None:
             self._timer.cancel()
-        await self.drain()
+        task = self._task
+        if task is not None:
+            await asyncio.wait(
+                {task}, timeout=None if deadline is None else max(0.0, deadline - time.monotonic())
+            )
         self._closed = True
+        if task is None or task.done():
+            return False
+        for _ in range(UNWIND_TRIES):
+            task.cancel()
+            _, stuck = await asyncio.wait({task}, timeout=1.0)
+            if not stuck:
+                break
+            abandon()
+        return True

@@ -44,9 +44,11 @@ class Leaving(Rhythm, Facts):
         try:
             if self._save_on_error is not None and self._owner.open:
                 await _threads.settle(run_on_error(self._save_on_error, body, self._drain_timeout))
-            await self.aclose()
-        except CheckpointError as error:
-            add_notes(body, [error])
+        finally:  # also when we were cancelled meanwhile
+            try:
+                await self.aclose()
+            except CheckpointError as error:
+                add_notes(body, [error])
 
     async def drain(self, *, timeout: float | None = None) -> None:
         """Wait until nothing is pending and all is published, then raise what nobody was told of.

@@ -54,6 +54,8 @@ class Ledger:
         self.other_errors: list[CheckpointError] = []
         """Of what went on beside the saves; raised when the saver drains."""
         self._unreported: list[PendingSave] = []
+        self._waited_for = ""
+        """The save that `free_within` waited for in vain."""
 
     def refuse_if_busy(self, step: int) -> None:
         """Raise when one more save would exceed `max_pending`.
@@ -86,7 +88,14 @@ class Ledger:
             await older.pending._ended.wait()  # whether it commits decides what becomes of this one
 
     async def free_within(self, seconds: float) -> bool:
-        """Wait a little for room for one more save; returns whether there is."""
+        """Wait a little for room for one more save; returns whether there is.
+
+        Once for each save under way: whoever asks at every step is not held up at every step.
+        """
+        oldest = self.active[0].pending.save_id if self.active else ""
+        if oldest == self._waited_for:
+            seconds = 0.0
+        self._waited_for = oldest
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while len(self.active) >= self.max_pending:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ._door import translate
 from ._names import RESERVED, RUN_FILE, StepNames
+from ._pinned import pinned_if_any
 from ._runfiles import RunFiles
 from ._runlock import RunLock
 from .catalog import Catalog
@@ -168,6 +169,19 @@ class Places:
             found = await self._catalog.checkpoints()
             self.passed_over |= {c.name for c in found if c.step in steps and c.step > restored.step}
             self.newest = max((c.step for c in found if c.name not in self.passed_over), default=-1)
+
+    async def is_wanted(self, name: str) -> bool:
+        """Whether a step whose deletion was cut short is to come back: leased or promoted meanwhile.
+
+        One above the newest stays away: a rewind has retired it.
+
+        Raises:
+            OSError: it cannot be known now.
+        """
+        parsed = self._names.parse(name)
+        if parsed is None or parsed[0] >= self.newest:
+            return False
+        return name in {folder for folder, _ in await pinned_if_any(self._store)}
 
     async def rewind(self, checkpoint: Checkpoint) -> None:
         """Retire every committed step above the checkpoint's, newest first.

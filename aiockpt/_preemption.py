@@ -21,6 +21,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -147,37 +148,49 @@ class Preemption:
             _exchange.unlisten(signum, self)
 
 
+@dataclass(eq=False)
+class _Layer:
+    """One installation of our handler, and who came while it was in place."""
+
+    before: Any
+    """The handler it took the place of."""
+    notices: list[Preemption] = field(default_factory=list)
+
+
 class _Exchange:
     """Hands the signals of this process to the notices; main thread only."""
 
     def __init__(self) -> None:
-        self._listening: dict[signal.Signals, list[Preemption]] = {}
-        """Who is to be told of a signal, oldest first."""
-        self._before: dict[signal.Signals, Any] = {}
-        """The handlers that were there before the first of them."""
+        self._layers: dict[signal.Signals, list[_Layer]] = {}
+        """Oldest first. More than one where somebody put a handler of his own over ours meanwhile."""
         self._pid = 0
 
     def listen(self, signum: signal.Signals, notice: Preemption) -> None:
         if self._pid != os.getpid():  # a forked child: its parent's notices are not there
-            self._listening.clear()
+            for inherited in self._layers.values():
+                for layer in inherited:
+                    layer.notices.clear()
             self._pid = os.getpid()
-        if not self._listening.get(signum):
-            before = signal.signal(signum, self.deliver)
-            # A fork inherits our own handler, which does not come before itself.
-            self._before[signum] = self._before.get(signum) if before == self.deliver else before
-        self._listening.setdefault(signum, []).append(notice)
+        layers = self._layers.setdefault(signum, [])
+        if not layers or signal.getsignal(signum) != self.deliver:
+            layers.append(_Layer(signal.signal(signum, self.deliver)))
+        layers[-1].notices.append(notice)
 
     def unlisten(self, signum: signal.Signals, notice: Preemption) -> None:
-        notices = self._listening.get(signum, [])
-        if notice not in notices:
-            return
-        notices.remove(notice)
-        # Whoever put another handler in place of ours meanwhile, keeps it.
-        if not notices and signal.getsignal(signum) == self.deliver:
-            self.restore(signum)
+        layers = self._layers.get(signum, [])
+        for layer in layers:
+            if notice in layer.notices:
+                layer.notices.remove(notice)
+        while layers and not layers[-1].notices:
+            # Whoever put another handler in place of ours meanwhile, keeps it.
+            if signal.getsignal(signum) == self.deliver:
+                self.restore(signum)
+            else:
+                layers.pop()
 
     def restore(self, signum: signal.Signals) -> None:
-        before = self._before.pop(signum, None)
+        layers = self._layers.get(signum)
+        before = layers.pop().before if layers else None
         # None: it was not installed from Python, and cannot be put back from here.
         signal.signal(signum, signal.SIG_DFL if before is None else before)
 
@@ -188,8 +201,9 @@ class _Exchange:
             self.restore(signum)
             os.kill(os.getpid(), signum)
             return
-        for notice in list(self._listening.get(signum, ())):
-            notice.trigger(signum)
+        for layer in list(self._layers.get(signum, ())):
+            for notice in list(layer.notices):
+                notice.trigger(signum)
 
 
 _exchange = _Exchange()

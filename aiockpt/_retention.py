@@ -14,10 +14,12 @@ the two sees the other. A failed deletion is logged, and tried again after the n
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from .checkpoint import Checkpoint
+from .errors import UsageError
 from .policies import Keep
 from .storage import Store
 
@@ -39,12 +41,25 @@ def goners(
         keep: the policy.
         run_id: only checkpoints of this run are candidates.
         protected: folders that stay whatever the policy says.
+
+    Raises:
+        UsageError: the policy returned something else than steps.
+        Exception: whatever the policy raised.
     """
     ours = sorted((c for c in checkpoints if c.run_id == run_id), key=lambda c: (c.step, c.generation))
     if not ours:
         return []
-    stay = set(keep(ours)) | {ours[-1].step}
+    stay = _as_steps(keep(ours)) | {ours[-1].step}
     return [c for c in ours if c.step not in stay and c.name not in protected]
+
+
+def _as_steps(found: object) -> set[int]:
+    """What a policy returned. Taken for steps, anything else would let every checkpoint go."""
+    try:
+        return {operator.index(step) for step in found}  # type: ignore[attr-defined]
+    except TypeError as error:
+        message = f"a policy returns the steps that stay, as ints, not {found!r:.80}: nothing was deleted"
+        raise UsageError(message) from error
 
 
 class Retention:
@@ -57,6 +72,7 @@ class Retention:
         pinned_if_any: the same, cheaper where nothing ever was.
         grace: seconds after a commit during which the step before it stays as well.
         clock: monotonic seconds.
+        fence: raises OSError once the run is somebody else's.
     """
 
     def __init__(
@@ -68,6 +84,7 @@ class Retention:
         pinned_if_any: Pinned | None = None,
         grace: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        fence: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
         self._store = store
         self._listing = listing
@@ -75,6 +92,7 @@ class Retention:
         self._pinned_if_any = pinned_if_any or pinned
         self._grace = grace
         self._clock = clock
+        self._fence = fence
         self._committed: tuple[str, float] | None = None
         self.passed_over: Collection[str] = ()
         """Folders that a restore found damaged: they are evidence, and stand for nothing."""
@@ -96,28 +114,41 @@ class Retention:
 
         Raises:
             OSError: the store failed.
+            UsageError: the policy returned something else than steps.
+            Exception: whatever the policy raised.
         """
+        return (await self._plan(keep, run_id))[0]
+
+    async def _plan(self, keep: Keep, run_id: str) -> tuple[list[Checkpoint], str]:
+        """What may be deleted, and the newest checkpoint's folder, which makes up for it."""
         found = [c for c in await self._listing() if c.name not in self.passed_over]
         protected = {name for name, _ in await self._pinned()}
         if self.resumed_from is not None:
             protected.add(self.resumed_from)
         if self.grace_left() > 0 and len(found) > 1:
             protected.add(sorted(found, key=lambda c: (c.step, c.generation))[-2].name)
-        return goners(found, keep, run_id, protected)
+        newest = max(
+            (c for c in found if c.run_id == run_id), key=lambda c: (c.step, c.generation), default=None
+        )
+        return goners(found, keep, run_id, protected), "" if newest is None else newest.name
 
     async def apply(self, keep: Keep, run_id: str) -> list[int]:
         """Delete what may go; returns the steps that went.
 
         Never raises for the store's sake: what could not be deleted is logged.
+
+        Raises:
+            UsageError: the policy returned something else than steps.
+            Exception: whatever the policy raised.
         """
         gone: list[int] = []
         try:
-            doomed = await self.plan(keep, run_id)
+            doomed, newest = await self._plan(keep, run_id)
         except OSError as error:
             log.warning("cannot look for checkpoints to delete, the next commit tries again: %s", error)
             return gone
         for checkpoint in doomed:
-            if await self._delete(checkpoint):
+            if await self._delete(checkpoint, newest):
                 gone.append(checkpoint.step)
         return gone
 
@@ -133,11 +164,16 @@ class Retention:
 
         return await self._store.retire(name, unless=wanted)
 
-    async def _delete(self, checkpoint: Checkpoint) -> bool:
+    async def _delete(self, checkpoint: Checkpoint, newest: str) -> bool:
         async def wanted() -> bool:
-            return (checkpoint.name, checkpoint.save_id) in await self._pinned()
+            if (checkpoint.name, checkpoint.save_id) in await self._pinned():
+                return True
+            # Somebody may have gone back to this one since, and retired what came after it.
+            return newest not in {entry.name for entry in await self._store.list()}
 
         try:
+            if self._fence is not None:
+                await self._fence()
             return await self._store.retire(checkpoint.name, unless=wanted)
         except OSError as error:
             log.warning(

@@ -75,6 +75,7 @@ class Rhythm(Intake):
 
     def _ask(self, step: int) -> bool:
         self._due.preempted = self._saving.beside.preempted
+        self._due.pending = len(self._saving.ledger.active)
         return bool(self._decisions.note(Decision(Kind.DUE, step, self._due.ask(step))).value)
 
     async def _stage_or_skip(self, request: Request, if_busy: str) -> PendingSave | None:
@@ -106,6 +107,11 @@ class Rhythm(Intake):
         pending = super()._begin(request)
         self._due.begun(request.step)
         return pending
+
+    def _restored(self, step: int) -> None:
+        """The state is that of `step` now: what was seen before is not there any more."""
+        self._last = None
+        self._due.restored(step)
 
     def _measure(self, pending: PendingSave) -> None:
         """Learn from a committed save what saves cost."""

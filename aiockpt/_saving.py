@@ -209,7 +209,7 @@ class Saving:
         """Wait for all saves, at most so long; then let go of the blocks.
 
         Raises:
-            DrainTimeoutError: some did not end; their threads were written off.
+            DrainTimeoutError: some did not end, or deleting did not; their threads were written off.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         try:
@@ -220,9 +220,14 @@ class Saving:
                     await self._write_off(stuck, seconds or 0.0)
         finally:
             await self.beside.close(deadline)
-            await self.housekeeping.close()
+            late = await self.housekeeping.close(deadline, self._abandon)
             self.reserve.close()
             _threads.trim()
+        if late:
+            raise DrainTimeoutError(
+                f"deleting checkpoints that retention lets go did not end within {seconds or 0.0:g} s; "
+                "nothing else is lost, and what is left of them is removed later"
+            )
 
     def _abandon(self) -> list[str]:
         # First: what the stuck threads use must never be granted again.

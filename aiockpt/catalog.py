@@ -23,7 +23,7 @@ from ._listing import VanishedError, read_manifest
 from ._loader import Loader, LoadOptions
 from ._manifest import Manifest
 from ._memory import ByteBudget
-from ._pinned import pinned
+from ._pinned import pinned, pinned_if_any
 from ._retention import Retention
 from .checkpoint import Checkpoint
 from .errors import CorruptCheckpointError, StepNotFoundError, UnsupportedFormatError, UsageError
@@ -309,12 +309,15 @@ class Catalog:
             The steps that went, or would go, oldest first. What could not be deleted is logged.
 
         Raises:
+            UsageError: the policy returned something else than steps.
             StorageError: the store failed.
         """
         newest = await self.latest()
         if newest is None:
             return ()
-        retention = Retention(self.store, self.checkpoints, partial(pinned, self.store))
+        # Where nobody ever leased or promoted anything, a dry run leaves no trace.
+        look = pinned_if_any if dry_run else pinned
+        retention = Retention(self.store, self.checkpoints, partial(look, self.store))
         policy = as_keep(keep)
         try:
             doomed = await retention.plan(policy, newest.run_id)

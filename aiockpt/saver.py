@@ -32,7 +32,7 @@ from ._retention import Retention
 from ._saving import Saving
 from .catalog import Catalog, LoadOptions
 from .checkpoint import Checkpoint
-from .errors import CheckpointError, StorageError
+from .errors import CheckpointError, RunLockedError, StorageError
 from .layouts import Layout
 from .pending import PendingSave
 from .policies import Keep, KeepFunction, When, as_keep
@@ -124,6 +124,7 @@ class Saver(Leaving):
             pinned_if_any=partial(pinned_if_any, self.store),
             grace=keep_grace,
             clock=clock,
+            fence=_fence(self._places.lock.check),
         )
         self._housekeeping = Housekeeping(retention, as_keep(keep or KeepAll()))
         self._beside = Beside(
@@ -153,8 +154,8 @@ class Saver(Leaving):
             await self._places.lock.acquire()
             await self._beside.run_files.read()
             self.run_id = await open_run(self.store, self._names, self._meta, self._beside.run_files)
-            await self.store.sweep()
             await self._places.refresh()
+            await self.store.sweep(unless=self._places.is_wanted)
             await self._saving.reserve.open()
         except BaseException as error:
             self._owner.closed = True
@@ -253,6 +254,12 @@ class Saver(Leaving):
         """
         self._owner.check()
         await self._saving.idle()
+        async with self._housekeeping.paused():  # what it goes back to must stay until that is known
+            return await self._restore(into, step, rewind, options)
+
+    async def _restore(
+        self, into: Any, step: int | None, rewind: bool, options: LoadOptions
+    ) -> Checkpoint | None:
         checkpoint = await self._catalog.restore(into, step=step, **options)
         found = None if checkpoint is None else checkpoint.step
         await self._decisions.agree(Decision(Kind.RESTORE, step, found))
@@ -265,7 +272,7 @@ class Saver(Leaving):
         await self._places.pass_over(checkpoint)
         self._housekeeping.retention.passed_over = self._places.passed_over
         self._housekeeping.retention.resumed_from = checkpoint.name
-        self._due.restored(checkpoint.step)
+        self._restored(checkpoint.step)
         return checkpoint
 
     def _note_commit(self, pending: PendingSave, checkpoint: Checkpoint) -> None:
@@ -296,6 +303,19 @@ class Saver(Leaving):
             layout=self._layout,
             progress=pending.progress,
         )
+
+
+def _fence(check: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], Coroutine[Any, Any, None]]:
+    """The same, without keeping the lock of a saver that was dropped."""
+    found = weakref.WeakMethod(check)
+
+    async def fence() -> None:
+        bound = found()
+        if bound is None:
+            raise RunLockedError("the saver was dropped, and the run with it")
+        await bound()
+
+    return fence
 
 
 def _weakly(method: Callable[[PendingSave, Checkpoint], None]) -> Callable[[PendingSave, Checkpoint], None]:

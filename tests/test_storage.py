@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from aiockpt.errors import UsageError
-from aiockpt.storage import MANIFEST, Attempt, Entry, Sink, Store, Wanted, open_store
+from aiockpt.storage import MANIFEST, Attempt, Entry, Sink, Store, Wanted, WantedStep, open_store
 from aiockpt.storage.local import LocalStore
 from aiockpt.storage.memory import MemoryStore
 from aiockpt.testing import StoreContract
@@ -47,7 +47,7 @@ class ForgetsLimits(Bad):
 
 
 class SweepsTheLiving(Bad):
-    async def sweep(self) -> builtins.list[str]:
+    async def sweep(self, *, unless: WantedStep | None = None) -> builtins.list[str]:
         for attempt, upload in self._bucket.attempts.items():
             for key in upload.keys:
                 del self._bucket.files[key]

@@ -74,6 +74,8 @@ class Moment:
     """How long one save takes from the call to the commit, as measured."""
     preempted: bool = False
     """The process was told to end."""
+    pending: int = 0
+    """Saves under way."""
 
 
 class When(ABC):

@@ -80,8 +80,8 @@ class EveryOverhead(When):
     """As often as saving costs no more than this share of the time.
 
     The interval is what one save keeps the loop, divided by `share`, and at least what one
-    takes to be written: the next is due when the last can be expected to be committed.
-    Before anything was measured, one save is due at once. Idea: CheckFreq (FAST '21), which
+    takes to be written: the next is due when the last is expected to be committed, and not
+    before it is. Before anything was measured, one save is due at once. Idea: CheckFreq (FAST '21), which
     tunes the frequency to a bound on the overhead in the same way.
 
     Args:
@@ -97,5 +97,7 @@ class EveryOverhead(When):
     def __call__(self, moment: Moment) -> bool:
         if moment.last_step is None:
             return True
+        if moment.pending:  # what it costs is not known yet, or it costs more than was expected
+            return False
         interval = max(moment.blocked_seconds / self.share, moment.write_seconds)
         return moment.step > moment.last_step and moment.now - moment.last_time >= interval

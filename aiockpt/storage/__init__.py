@@ -39,6 +39,7 @@ __all__ = [
     "Source",
     "Store",
     "Wanted",
+    "WantedStep",
     "check_filename",
     "check_key",
     "check_name",
@@ -68,6 +69,8 @@ class Entry:
 
 Wanted = Callable[[], Awaitable[bool]]
 """Asks whether somebody wants a step that is about to be removed."""
+WantedStep = Callable[[str], Awaitable[bool]]
+"""The same of a step whose removal was cut short, by its folder's name."""
 
 
 class Source(Protocol):
@@ -249,8 +252,13 @@ class Store(Protocol):
             FileNotFoundError: there is no such attempt.
         """
 
-    async def sweep(self) -> builtins.list[str]:
+    async def sweep(self, *, unless: WantedStep | None = None) -> builtins.list[str]:
         """Remove attempts whose writer is gone, and other litter of crashed writers.
+
+        Args:
+            unless: asked of each step whose retirement was cut short; it becomes visible
+                again where it says True, and stays as it is where it fails. For stores
+                that retire a step in one go there is nothing to ask.
 
         Never touched: attempts of living writers (here or in any other process) and
         anything this library did not make. What cannot be removed now is logged and

@@ -18,14 +18,14 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TypeVar
 
 from .._files import FileSystem, Lock
 from . import MANIFEST
 
-__all__ = ["RunFolder", "failure"]
+__all__ = ["RunFolder", "failure", "logger"]
 
 T = TypeVar("T")
 logger = logging.getLogger("aiockpt.storage")
@@ -269,16 +269,27 @@ class RunFolder:
         """Remove a step that was set aside; what cannot be removed is left to a sweep."""
         self._attempt_to(self.remove_tree, aside)
 
-    def sweep(self) -> list[str]:
-        """Remove litter; returns the names of removed attempts."""
+    def retired(self) -> dict[str, str]:
+        """Steps that were set aside and are whole: where each is now, and its name, which is free."""
+        found: dict[str, str] = {}
+        for entry, is_folder, *_ in self.scan(self.path) if self.is_folder(self.path) else ():
+            match = LITTER.fullmatch(entry)
+            if match is not None and is_folder and match["ending"] == ".retired":
+                path, aside = f"{self.path}/{match['name']}", f"{self.path}/{entry}"
+                if self.files.exists(f"{aside}/{MANIFEST}") and not self.files.exists(path):
+                    found[aside] = match["name"]
+        return found
+
+    def sweep(self, spared: Collection[str] = ()) -> list[str]:
+        """Remove litter, except for `spared` steps; returns the names of removed attempts."""
         swept = set()
         shared = {f"{self.path}/{name}" for name in SHARED}
         for folder in sorted(self._put_into | shared):
             with contextlib.suppress(FileNotFoundError):
-                swept.update(self._sweep(folder))
+                swept.update(self._sweep(folder, spared))
         return sorted(swept)
 
-    def _sweep(self, folder: str) -> set[str]:
+    def _sweep(self, folder: str, spared: Collection[str]) -> set[str]:
         locked: dict[str, str] = {}
         for entry, is_folder, *_ in self.scan(folder):
             match = LITTER.fullmatch(entry)
@@ -287,7 +298,8 @@ class RunFolder:
             if folder != self.path and match["name"] != "put":
                 continue  # a user's: attempts and retired steps are only in the run itself
             if match["ending"] == ".retired":
-                self._attempt_to(self.remove_tree, f"{folder}/{entry}")
+                if f"{folder}/{entry}" not in spared:
+                    self._attempt_to(self.remove_tree, f"{folder}/{entry}")
             else:
                 locked[entry[: match.end("id")]] = match["name"]
         return {n for base, n in locked.items() if self._attempt_to(self._sweep_locked, f"{folder}/{base}")}

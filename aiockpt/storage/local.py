@@ -51,12 +51,13 @@ from . import (
     Sink,
     Source,
     Wanted,
+    WantedStep,
     check_filename,
     check_key,
     check_name,
     check_save_id,
 )
-from ._folder import RunFolder, failure
+from ._folder import RunFolder, failure, logger
 from ._lock import LocalLock
 
 __all__ = ["LocalStore", "open_url"]
@@ -167,8 +168,19 @@ class LocalStore:
             raise failure(errno.ENOENT, attempt.folder)
         return attempt
 
-    async def sweep(self) -> builtins.list[str]:
-        return await offload(self._run.sweep, lane=Lane.CONTROL)
+    async def sweep(self, *, unless: WantedStep | None = None) -> builtins.list[str]:
+        retired = await offload(self._run.retired, lane=Lane.CONTROL) if unless is not None else {}
+        spared = set()
+        for aside, name in retired.items():
+            assert unless is not None
+            try:
+                if await unless(name):
+                    await offload(self._run.bring_back, aside, name, lane=Lane.CONTROL)
+                    logger.warning("%s: %s was wanted when its deletion was cut short", self.url, name)
+            except OSError as error:
+                logger.warning("%s: it is unknown whether %s is wanted: %s", self.url, name, error)
+                spared.add(aside)
+        return await offload(self._run.sweep, spared, lane=Lane.CONTROL)
 
     async def retire(self, name: str, *, unless: Wanted | None = None) -> bool:
         aside = await offload(self._run.set_aside, check_name(name), lane=Lane.CONTROL)

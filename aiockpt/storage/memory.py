@@ -30,6 +30,7 @@ from . import (
     Sink,
     Source,
     Wanted,
+    WantedStep,
     check_filename,
     check_key,
     check_name,
@@ -171,7 +172,7 @@ class MemoryStore:
             raise _error(errno.ENOENT, name)
         return attempt
 
-    async def sweep(self) -> builtins.list[str]:
+    async def sweep(self, *, unless: WantedStep | None = None) -> builtins.list[str]:
         await _turn()
         attempts = self._bucket.attempts
         stale = [key for key, upload in attempts.items() if not upload.alive()]

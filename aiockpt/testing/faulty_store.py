@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from .._threads import Lane, offload
-from ..storage import Attempt, Entry, LockFile, Sink, Source, Store, Wanted
+from ..storage import Attempt, Entry, LockFile, Sink, Source, Store, Wanted, WantedStep
 from ._faults import Faults, Kind
 
 __all__ = ["FaultyStore"]
@@ -110,8 +110,8 @@ class FaultyStore:
         attempt = await self.call("store.attach", name, lambda: self.inner.attach(name, save_id))
         return _FaultyAttempt(self, attempt)
 
-    async def sweep(self) -> builtins.list[str]:
-        return await self.call("store.sweep", self.url, self.inner.sweep)
+    async def sweep(self, *, unless: WantedStep | None = None) -> builtins.list[str]:
+        return await self.call("store.sweep", self.url, lambda: self.inner.sweep(unless=unless))
 
     async def retire(self, name: str, *, unless: Wanted | None = None) -> bool:
         return await self.call("store.retire", name, lambda: self.inner.retire(name, unless=unless))
