@@ -22,7 +22,7 @@ from .checkpoint import Checkpoint
 from .errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, StorageError, UsageError
 from .storage import Store
 
-__all__ = ["Aliases", "promoted"]
+__all__ = ["Aliases", "check_alias", "promoted"]
 
 log = logging.getLogger("aiockpt")
 
@@ -78,7 +78,7 @@ class Aliases:
 
     async def promote(self, checkpoint: Checkpoint | int, alias: str) -> Checkpoint:
         """Let an alias point at a checkpoint; see `Catalog.promote`."""
-        key = _key(alias)
+        key = check_alias(alias)
         found = (await self._finder.resolve(checkpoint))[0]
         old = await self._get(key)
         record = {
@@ -101,7 +101,7 @@ class Aliases:
 
     async def alias(self, alias: str) -> Checkpoint:
         """The checkpoint that an alias points at; see `Catalog.alias`."""
-        key = _key(alias)
+        key = check_alias(alias)
         data = await self._get(key)
         if data is None:
             raise StepNotFoundError(f"{self._store.url} has no alias {alias!r}", file=key)
@@ -125,7 +125,7 @@ class Aliases:
 
     async def demote(self, alias: str) -> None:
         """Remove an alias; see `Catalog.demote`."""
-        key = _key(alias)
+        key = check_alias(alias)
         try:
             await self._store.delete(key)
         except OSError as error:
@@ -191,7 +191,12 @@ def _alias_of(filename: str) -> str | None:
     return name if name != filename and NAME.fullmatch(name) else None
 
 
-def _key(alias: object) -> str:
+def check_alias(alias: object) -> str:
+    """The key of an alias.
+
+    Raises:
+        UsageError: it is no name for one.
+    """
     if not isinstance(alias, str) or not NAME.fullmatch(alias):
         raise UsageError(f"an alias is letters, digits, '.', '_' and '-', at most 64, not {alias!r:.80}")
     return f"{FOLDER}/{alias}.json"

@@ -189,16 +189,23 @@ class Places:
         Of several generations the oldest goes first: cut short, none of them shows up again.
 
         Raises:
+            StepNotFoundError: another process has deleted the checkpoint meanwhile; the rest is there.
             StorageError: the store failed; the steps it had come to are still there.
         """
-        for step in sorted(await self._catalog.steps(), reverse=True):
-            if step > checkpoint.step:
-                try:
-                    for folder in (await self._generations(step))[1]:
-                        await self._store.retire(folder)
-                except OSError as error:
-                    raise translate(error, "cannot retire", step=step) from error
+        later = [step for step in await self._catalog.steps() if step > checkpoint.step]
+        if later:
+            # Leased: somebody who prunes may have found it old before, and must not delete it after.
+            async with self._catalog.lease(checkpoint):
+                for step in reversed(later):
+                    await self._retire(step)
         self.newest = checkpoint.step
+
+    async def _retire(self, step: int) -> None:
+        try:
+            for folder in (await self._generations(step))[1]:
+                await self._store.retire(folder)
+        except OSError as error:
+            raise translate(error, "cannot retire", step=step) from error
 
     async def _generations(self, step: int) -> tuple[list[int], list[str]]:
         """Generations of the step whose name is taken, valid or not; their folders, oldest first."""

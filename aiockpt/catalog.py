@@ -15,7 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
-from ._aliases import Aliases
+from ._aliases import Aliases, check_alias
 from ._door import translate
 from ._finding import Finder
 from ._leases import Lease
@@ -279,7 +279,11 @@ class Catalog:
             UsageError: it is no name for an alias.
             As `get`; the alias is as it was then.
         """
-        return await self._aliases.promote(checkpoint, alias)
+        check_alias(alias)
+        # Leased until the alias is there: had it to be taken back, what it pointed at before
+        # would have been unprotected meanwhile.
+        async with self.lease(checkpoint) as lease:
+            return await self._aliases.promote(lease.checkpoint, alias)
 
     async def alias(self, alias: str = "production") -> Checkpoint:
         """The checkpoint that an alias points at.

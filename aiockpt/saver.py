@@ -242,7 +242,7 @@ class Saver(Leaving):
         Args:
             into: what to fill, as for `Catalog.load`; without it `.values` is the state.
             step: this one and no other.
-            rewind: retire later steps, so that the run can go on from here.
+            rewind: retire later steps, leased and promoted ones too, so that the run can go on from here.
             **options: as for `Catalog.load`.
 
         Returns:

@@ -79,7 +79,8 @@ async def test_policy_that_fails_deletes_nothing_and_is_told(
 
 async def test_steps_in_other_types_count(tmp_path: Path) -> None:
     """What a policy returns may be any whole number, also of a step that does not exist."""
-    async with Saver(tmp_path, keep=lambda _: [torch.tensor(1), 77], keep_grace=0) as saver:
+    stay: list[Any] = [torch.tensor(1), 77]
+    async with Saver(tmp_path, keep=lambda _: stay, keep_grace=0) as saver:
         for step in (1, 2, 3):
             await saver.save(state(step), step=step)
     assert await steps(tmp_path) == [1, 3]
@@ -172,6 +173,45 @@ async def test_prune_of_another_process_while_the_run_is_rewound(tmp_path: Path)
         store.go.set()
         await pruning
     assert 2 in await steps(tmp_path)
+
+
+async def test_rewind_to_what_is_deleted_just_then(tmp_path: Path) -> None:
+    """The step went between the load and the rewind: an error, and the later steps are still there."""
+    async with Saver(tmp_path) as saver:
+        for step in (1, 2, 3):
+            await saver.save(state(step), step=step)
+        rewind = saver._places.rewind
+
+        async def late(checkpoint: aiockpt.Checkpoint) -> None:
+            async with Catalog(tmp_path) as catalog:
+                assert await catalog.prune(KeepLast(1), dry_run=False) == (1, 2)
+            await rewind(checkpoint)
+
+        saver._places.rewind = late  # type: ignore[method-assign]
+        with pytest.raises(aiockpt.StepNotFoundError):
+            await saver.restore(step=2, rewind=True)
+    assert await steps(tmp_path) == [3]
+
+
+async def test_alias_moves_only_to_what_stays(tmp_path: Path) -> None:
+    """A step that goes while it is promoted never costs what the alias pointed at before its protection."""
+    async with Saver(tmp_path) as saver:
+        for step in (1, 2, 3, 4):
+            await saver.save(state(step), step=step)
+
+    class Pruned(LocalStore):
+        async def put(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+            async with Catalog(tmp_path) as other:
+                await other.prune(KeepLast(1), dry_run=False)
+            await super().put(key, data, if_absent=if_absent)
+
+    async with Catalog(tmp_path) as catalog, Catalog(Pruned(tmp_path)) as racing:
+        await catalog.promote(1)
+        with pytest.raises(aiockpt.StepNotFoundError):
+            await racing.promote(2)
+        assert (await catalog.alias()).step == 1
+        assert (await racing.promote(4)).step == 4
+    assert await steps(tmp_path) == [1, 4]
 
 
 class Clock:
