@@ -45,7 +45,8 @@ def disturbed(out: Path, steps: int, after: float, how: signal.Signals) -> int:
         if how is signal.SIGSTOP:
             time.sleep(random.uniform(0, 1.0))
             process.send_signal(signal.SIGCONT)
-    _, errors = process.communicate(timeout=120)
+    # Against hangs; on a loaded machine a run of seconds has taken two minutes.
+    _, errors = process.communicate(timeout=600)
     if process.returncode not in (0, -signal.SIGKILL, -signal.SIGTERM):
         sys.stderr.buffer.write(errors)
     return process.returncode

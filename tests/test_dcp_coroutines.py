@@ -408,5 +408,9 @@ def test_two_ranks_with_saves_in_the_background(tmp_path: Path) -> None:
         )
         for rank in (0, 1)
     ]
-    told = [rank.communicate(timeout=60)[1].decode() for rank in ranks]
+    try:
+        told = [rank.communicate(timeout=50)[1].decode() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(told)
