@@ -14,11 +14,14 @@
 from __future__ import annotations
 
 from . import sync
+from ._leaselist import LeaseInfo
 from ._leases import Lease
 from ._memory import ByteBudget
 from ._preemption import Preemption, preemption
+from ._short import latest, load, watch
 from ._version import __version__
-from .catalog import Catalog, latest, load
+from ._watching import Watch, Watched
+from .catalog import Catalog
 from .checkpoint import Checkpoint, LoadReport
 from .errors import (
     BusyError,
@@ -68,6 +71,7 @@ __all__ = [
     "Event",
     "Failure",
     "Lease",
+    "LeaseInfo",
     "Listener",
     "LoadReport",
     "PendingSave",
@@ -97,6 +101,8 @@ __all__ = [
     "UnsupportedFormatError",
     "UnsupportedStateError",
     "UsageError",
+    "Watch",
+    "Watched",
     "__version__",
     "latest",
     "load",
@@ -104,4 +110,5 @@ __all__ = [
     "preemption",
     "register_leaf",
     "sync",
+    "watch",
 ]

@@ -123,6 +123,24 @@ class Aliases:
                 log.warning("%s: the alias %s is passed over: %s", self._store.url, name, error)
         return found
 
+    async def previous(self, alias: str) -> Checkpoint:
+        """The checkpoint that an alias pointed at before the last time it was moved.
+
+        Raises:
+            StepNotFoundError: there is no such alias, or nothing was before; or it is gone.
+            As `alias`.
+        """
+        key = check_alias(alias)
+        data = await self._get(key)
+        try:
+            before = None if data is None else json.loads(data).get("previous")
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise CorruptCheckpointError(f"not an alias: {error}", file=key) from error
+        if before is None:
+            message = f"{self._store.url}: nothing is known from before the alias {alias!r} was last moved"
+            raise StepNotFoundError(message, file=key)
+        return await self._follow(key, json.dumps(before).encode())
+
     async def demote(self, alias: str) -> None:
         """Remove an alias; see `Catalog.demote`."""
         key = check_alias(alias)

@@ -24,7 +24,13 @@ from ._listing import (
 from ._manifest import Manifest
 from ._names import RUN_FILE
 from .checkpoint import Checkpoint
-from .errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, UsageError
+from .errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    StepNotFoundError,
+    UnsupportedFormatError,
+    UsageError,
+)
 from .storage import Store
 
 __all__ = ["Finder", "Found"]
@@ -83,6 +89,20 @@ class Finder:
         manifest = await read_manifest(self.store, candidate)
         await check_files(self.store, candidate, manifest)
         return await describe_step(self.store, candidate, manifest), manifest
+
+    async def checkpoints(self) -> tuple[Checkpoint, ...]:
+        """A record of each valid checkpoint, ascending; the newest generation of each.
+
+        Raises:
+            StorageError: the store failed.
+        """
+        found: dict[int, Checkpoint] = {}
+        for candidate in await self.candidates():
+            try:
+                found[candidate.step] = (await self.inspect(candidate))[0]
+            except (VanishedError, CorruptCheckpointError, UnsupportedFormatError) as error:
+                self.tell(candidate, error)
+        return tuple(found[step] for step in sorted(found))
 
     def tell(self, candidate: Candidate, error: CheckpointError) -> None:
         """Log why a step is passed over, once."""

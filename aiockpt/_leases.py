@@ -39,7 +39,7 @@ from .checkpoint import Checkpoint
 from .errors import StepNotFoundError, StorageError, UsageError
 from .storage import Entry, Store
 
-__all__ = ["Lease", "leased"]
+__all__ = ["Lease", "check_ttl", "is_ttl", "leased"]
 
 log = logging.getLogger("aiockpt")
 
@@ -64,19 +64,22 @@ class Lease:
         loader: of the catalog.
         checkpoint: the one to keep, or its step; None for the newest valid one.
         ttl: seconds after which a reader that died no longer keeps it.
+        purpose: a word for those who look who reads what.
 
     Attributes:
         lost: True once the lease could not be renewed in time: the checkpoint may go.
         pinned: True where the run cannot be written: its files are held open instead.
     """
 
-    def __init__(self, loader: Loader, checkpoint: Checkpoint | int | None, ttl: float) -> None:
-        if not _is_ttl(ttl):
-            raise UsageError(f"ttl is a number of seconds above 0 and at most {LONGEST_TTL:g}, not {ttl!r}")
+    def __init__(
+        self, loader: Loader, checkpoint: Checkpoint | int | None, ttl: float, purpose: str = ""
+    ) -> None:
+        check_ttl(ttl)
         self._loader = loader
         self._store = loader.store
         self._wanted = checkpoint
         self._ttl = float(ttl)
+        self._purpose = str(purpose)
         self._found: Found | None = None
         self._key = ""
         self._body: dict[str, Any] = {}
@@ -196,6 +199,7 @@ class Lease:
             "ttl": self._ttl,
             "since": who.since,
             "who": {"host": who.host, "pid": who.pid, "job": who.job},
+            "purpose": self._purpose,
         }
         try:
             await self._put()
@@ -237,6 +241,14 @@ class Lease:
     # ------------------------------------------------------------- keeping it
 
     async def _keep(self) -> None:
+        """Renew it until it ends. The end of the loop cancels this too: nobody can renew it after that."""
+        try:
+            await self._renew()
+        except asyncio.CancelledError:
+            await settle(self._drop())
+            raise
+
+    async def _renew(self) -> None:
         """Renew it until it is lost; a lost one stays lost, since a judge may have removed it."""
         told = False
         while True:
@@ -314,8 +326,19 @@ async def _ttl_of(store: Store, entry: Entry) -> float | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return DEFAULT_TTL
-    return float(ttl) if _is_ttl(ttl) else DEFAULT_TTL
+    return float(ttl) if is_ttl(ttl) else DEFAULT_TTL
 
 
-def _is_ttl(ttl: object) -> bool:
+def check_ttl(ttl: object) -> None:
+    """Refuse what is no time to live.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not is_ttl(ttl):
+        raise UsageError(f"ttl is a number of seconds above 0 and at most {LONGEST_TTL:g}, not {ttl!r}")
+
+
+def is_ttl(ttl: object) -> bool:
+    """Whether it is a time to live, in seconds."""
     return isinstance(ttl, (int, float)) and not isinstance(ttl, bool) and 0 < ttl <= LONGEST_TTL

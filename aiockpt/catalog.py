@@ -11,33 +11,27 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
-from ._aliases import Aliases, check_alias
-from ._door import translate
 from ._finding import Finder
-from ._leases import Lease
 from ._listing import VanishedError, read_manifest
 from ._loader import Loader, LoadOptions
 from ._manifest import Manifest
 from ._memory import ByteBudget
-from ._pinned import pinned, pinned_if_any
-from ._retention import Retention
+from ._sharing import Sharing
 from .checkpoint import Checkpoint
 from .errors import CorruptCheckpointError, StepNotFoundError, UnsupportedFormatError, UsageError
-from .policies import Keep, KeepFunction, as_keep
 from .reader import VerifyReport, as_budget
 from .storage import Store, open_store
 
-__all__ = ["Catalog", "LoadOptions", "Valid", "latest", "load"]
+__all__ = ["Catalog", "LoadOptions", "Valid"]
 
 Valid = Literal["manifest", "full"]
 """How well a step is looked at: its manifest and its files' sizes, or every byte."""
 
 
-class Catalog:
+class Catalog(Sharing):
     """The checkpoints of one run.
 
     An async context manager; what it opened itself is closed when it is left.
@@ -65,8 +59,7 @@ class Catalog:
         self.store = open_store(run)
         self._owned = self.store is not run
         self._finder = Finder(self.store, step_format)
-        self._aliases = Aliases(self._finder)
-        self._loader = Loader(self._finder, self.store, as_budget(budget), allow_pickle)
+        self.loader = Loader(self._finder, self.store, as_budget(budget), allow_pickle)
 
     async def __aenter__(self) -> Self:
         return self
@@ -107,13 +100,7 @@ class Catalog:
         Raises:
             StorageError: the store failed.
         """
-        found: dict[int, Checkpoint] = {}
-        for candidate in await self._finder.candidates():
-            try:
-                found[candidate.step] = (await self._finder.inspect(candidate))[0]
-            except (VanishedError, CorruptCheckpointError, UnsupportedFormatError) as error:
-                self._finder.tell(candidate, error)
-        return tuple(found[step] for step in sorted(found))
+        return await self._finder.checkpoints()
 
     async def latest(self, valid: Valid = "manifest") -> Checkpoint | None:
         """The newest valid checkpoint, or None for a run without any.
@@ -134,7 +121,7 @@ class Catalog:
 
         async def look(checkpoint: Checkpoint, manifest: Manifest) -> None:
             if valid == "full":
-                await self._loader.reader(checkpoint, manifest).verify()
+                await self.loader.reader(checkpoint, manifest).verify()
 
         found = await self._finder.newest(look)
         return None if found is None else replace(found[0], skipped=found[2])
@@ -197,7 +184,7 @@ class Catalog:
             CheckpointError: an object of `into` refused its state.
             StorageError: the store failed.
         """
-        found = await self._loader.load(checkpoint, into, options)
+        found = await self.loader.load(checkpoint, into, options)
         if found is None:
             raise StepNotFoundError(f"{self.store.url} has no checkpoint", file=self.store.url)
         return found[1].state if into is None else found[0]
@@ -213,7 +200,7 @@ class Catalog:
         Raises:
             As `load`.
         """
-        found = await self._loader.load(step, into, options)
+        found = await self.loader.load(step, into, options)
         if found is None or into is not None:
             return None if found is None else found[0]
         state = found[1].state
@@ -235,7 +222,7 @@ class Catalog:
             if not present:
                 raise StepNotFoundError(f"{self.store.url} has no checkpoint", file=self.store.url)
             checkpoint = present[-1].step
-        return await self._loader.reader(*await self._finder.resolve(checkpoint)).verify()
+        return await self.loader.reader(*await self._finder.resolve(checkpoint)).verify()
 
     async def read_file(self, checkpoint: Checkpoint | int, name: str) -> bytes:
         """One of the user's own files that were committed with a checkpoint, verified.
@@ -246,145 +233,4 @@ class Catalog:
             StepNotFoundError: there is no such checkpoint.
             StorageError: the store failed.
         """
-        return await self._loader.reader(*await self._finder.resolve(checkpoint)).read_file(name)
-
-    # -------------------------------------------------------------- sharing a run
-
-    def lease(self, checkpoint: Checkpoint | int | None = None, *, ttl: float = 60.0) -> Lease:
-        """Keep a checkpoint from being deleted: `async with catalog.lease() as lease:`.
-
-        A task of this loop renews it; a reader that died keeps the checkpoint for `ttl` seconds
-        more. Where a run cannot be written there is one warning, and the files are held open.
-
-        Args:
-            checkpoint: from this catalog, or a step; None for the newest valid one.
-            ttl: seconds; more than three times what the loop may ever be blocked.
-
-        Raises:
-            StepNotFoundError: on entering: there is no such checkpoint, or it is gone.
-            As `get`.
-        """
-        return Lease(self._loader, checkpoint, ttl)
-
-    async def promote(self, checkpoint: Checkpoint | int, alias: str = "production") -> Checkpoint:
-        """Let an alias point at a valid checkpoint, in one step; retention keeps it then.
-
-        Of two who promote at once the last one wins.
-
-        Args:
-            checkpoint: from this catalog, or a step.
-            alias: letters, digits, `.`, `_` and `-`.
-
-        Raises:
-            UsageError: it is no name for an alias.
-            As `get`; the alias is as it was then.
-        """
-        check_alias(alias)
-        # Leased until the alias is there: had it to be taken back, what it pointed at before
-        # would have been unprotected meanwhile.
-        async with self.lease(checkpoint) as lease:
-            return await self._aliases.promote(lease.checkpoint, alias)
-
-    async def alias(self, alias: str = "production") -> Checkpoint:
-        """The checkpoint that an alias points at.
-
-        Raises:
-            StepNotFoundError: there is no such alias, or its checkpoint is gone.
-            CorruptCheckpointError: the alias or the checkpoint is damaged.
-            StorageError: the store failed.
-        """
-        return await self._aliases.alias(alias)
-
-    async def aliases(self) -> dict[str, Checkpoint]:
-        """Every alias that points at a checkpoint; others are logged. Raises StorageError."""
-        return await self._aliases.aliases()
-
-    async def prune(self, keep: Keep | KeepFunction, *, dry_run: bool = True) -> tuple[int, ...]:
-        """Delete what a policy lets go, as a saver does after a commit.
-
-        Only valid checkpoints of the newest one's run are candidates. The newest stays in any
-        case, and so does what is leased or promoted. A saver may be at work meanwhile.
-
-        Args:
-            keep: which steps stay, as for `Saver(keep=...)`.
-            dry_run: only say what would go; say `dry_run=False` to delete it.
-
-        Returns:
-            The steps that went, or would go, oldest first. What could not be deleted is logged.
-
-        Raises:
-            UsageError: the policy returned something else than steps.
-            StorageError: the store failed.
-        """
-        newest = await self.latest()
-        if newest is None:
-            return ()
-        # Where nobody ever leased or promoted anything, a dry run leaves no trace.
-        look = pinned_if_any if dry_run else pinned
-        retention = Retention(self.store, self.checkpoints, partial(look, self.store))
-        policy = as_keep(keep)
-        try:
-            doomed = await retention.plan(policy, newest.run_id)
-        except OSError as error:
-            raise translate(error, "cannot look for what may go in", step=None) from error
-        if dry_run:
-            return tuple(checkpoint.step for checkpoint in doomed)
-        return tuple(await retention.apply(policy, newest.run_id))
-
-    async def demote(self, alias: str = "production") -> None:
-        """Remove an alias; the checkpoint stays until retention takes it. A missing one is no error.
-
-        Raises:
-            StorageError: the store failed.
-        """
-        await self._aliases.demote(alias)
-
-
-async def latest(
-    run: str | os.PathLike[str] | Store, valid: Valid = "manifest", *, step_format: str | None = None
-) -> Checkpoint | None:
-    """The newest valid checkpoint of a run, or None; see `Catalog.latest`."""
-    async with Catalog(run, step_format=step_format) as catalog:
-        return await catalog.latest(valid)
-
-
-@overload
-async def load(
-    run: str | os.PathLike[str] | Store,
-    checkpoint: Checkpoint | int | None = None,
-    *,
-    into: None = None,
-    budget: int | ByteBudget | None = None,
-    allow_pickle: bool = False,
-    step_format: str | None = None,
-    **options: Unpack[LoadOptions],
-) -> Any: ...
-
-
-@overload
-async def load(
-    run: str | os.PathLike[str] | Store,
-    checkpoint: Checkpoint | int | None = None,
-    *,
-    into: object,
-    budget: int | ByteBudget | None = None,
-    allow_pickle: bool = False,
-    step_format: str | None = None,
-    **options: Unpack[LoadOptions],
-) -> Checkpoint: ...
-
-
-async def load(
-    run: str | os.PathLike[str] | Store,
-    checkpoint: Checkpoint | int | None = None,
-    *,
-    into: Any = None,
-    budget: int | ByteBudget | None = None,
-    allow_pickle: bool = False,
-    step_format: str | None = None,
-    **options: Unpack[LoadOptions],
-) -> Any:
-    """Load a checkpoint of a run, the newest valid one by default; see `Catalog.load`."""
-    async with Catalog(run, budget=budget, allow_pickle=allow_pickle, step_format=step_format) as catalog:
-        found: Any = await catalog.load(checkpoint, into=into, **options)
-        return found
+        return await self.loader.reader(*await self._finder.resolve(checkpoint)).read_file(name)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from aiockpt.catalog import load
+from aiockpt._short import load
 from aiockpt.checkpoint import Checkpoint
 from aiockpt.errors import StateMismatchError
 from aiockpt.storage import open_store

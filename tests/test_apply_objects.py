@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from aiockpt.catalog import load
+from aiockpt._short import load
 from aiockpt.errors import CheckpointError, CorruptCheckpointError, StateMismatchError, UsageError
 from aiockpt.values.rng import RngState
 from tests.loading import equal, net, trained

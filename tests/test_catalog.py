@@ -15,8 +15,9 @@ import torch
 
 from aiockpt._manifest import MANIFEST, digest
 from aiockpt._names import RUN_FILE
+from aiockpt._short import latest, load
 from aiockpt._tree import encode_value
-from aiockpt.catalog import Catalog, latest, load
+from aiockpt.catalog import Catalog
 from aiockpt.checkpoint import Checkpoint
 from aiockpt.errors import (
     CorruptCheckpointError,

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from aiockpt._manifest import MANIFEST
-from aiockpt.catalog import Catalog, load
+from aiockpt._short import load
+from aiockpt.catalog import Catalog
 from aiockpt.errors import (
     CheckpointError,
     CorruptCheckpointError,

@@ -23,6 +23,7 @@ PAGES = [
     "docs/publishing.md",
     "docs/keep-and-when.md",
     "docs/sharing-a-run.md",
+    "docs/serving.md",
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from aiockpt import _fetch
 from aiockpt._dtypes import BY_NAME
 from aiockpt._manifest import PIECE_BYTES
-from aiockpt.catalog import load
+from aiockpt._short import load
 from aiockpt.errors import (
     UsageError,
 )

@@ -12,7 +12,8 @@ import torch
 
 from aiockpt._fetch import WORKERS
 from aiockpt._memory import BlockPool
-from aiockpt.catalog import Catalog, load
+from aiockpt._short import load
+from aiockpt.catalog import Catalog
 from aiockpt.errors import (
     CorruptCheckpointError,
     StorageError,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aiockpt._manifest import PIECE_BYTES
-from aiockpt.catalog import load
+from aiockpt._short import load
 from aiockpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -117,7 +117,7 @@ async def test_reader_phases(tmp_path: Path) -> None:
 PEAK = """
 import asyncio, sys
 import torch
-from aiockpt.catalog import load
+from aiockpt._short import load
 
 def peak():
     # Not ru_maxrss: a child process inherits that of its parent.

@@ -31,7 +31,7 @@ T = TypeVar("T")
 logger = logging.getLogger("aiockpt.storage")
 
 LITTER = re.compile(r"\.(?P<name>.+)\.(?P<id>[0-9a-f]{32})(?P<ending>|\.lock|\.retired|\.tmp)", re.DOTALL)
-SHARED = ("aliases", "files", "leases")
+SHARED = ("aliases", "cursors", "files", "leases")
 """Folders of a run that small files are put into, by whichever process."""
 TRIES = 5
 LOCK_TRIES = 50

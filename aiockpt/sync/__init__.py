@@ -7,8 +7,8 @@ an event loop is running, `await` the names of `aiockpt` itself.
 
 from __future__ import annotations
 
-from ._catalog import Catalog, latest, load
+from ._catalog import Catalog, Lease, latest, load
 from ._pending import PendingSave
 from ._saver import Saver, Staging
 
-__all__ = ["Catalog", "PendingSave", "Saver", "Staging", "latest", "load"]
+__all__ = ["Catalog", "Lease", "PendingSave", "Saver", "Staging", "latest", "load"]
