@@ -8,6 +8,7 @@ aliases again once the step is out of sight.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -30,6 +31,8 @@ FOLDER: Final = "aliases"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 LIMIT = 1 << 16
 """The longest alias that is read."""
+TRIES = 5
+"""How often a step that was moved aside for a moment is looked for."""
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -102,10 +105,17 @@ class Aliases:
     async def alias(self, alias: str) -> Checkpoint:
         """The checkpoint that an alias points at; see `Catalog.alias`."""
         key = check_alias(alias)
-        data = await self._get(key)
-        if data is None:
-            raise StepNotFoundError(f"{self._store.url} has no alias {alias!r}", file=key)
-        return await self._follow(key, data)
+        for tries in range(TRIES):
+            data = await self._get(key)
+            if data is None:
+                raise StepNotFoundError(f"{self._store.url} has no alias {alias!r}", file=key)
+            try:
+                return await self._follow(key, data)
+            except StepNotFoundError:
+                if tries == TRIES - 1:
+                    raise
+                await asyncio.sleep(0.02)  # moved aside, it comes back once the alias was seen
+        raise AssertionError
 
     async def aliases(self) -> dict[str, Checkpoint]:
         """Every alias that points at a checkpoint; see `Catalog.aliases`."""

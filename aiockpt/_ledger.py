@@ -87,15 +87,16 @@ class Ledger:
         for older in [r for r in self.active[:at] if r.step == request.step]:
             await older.pending._ended.wait()  # whether it commits decides what becomes of this one
 
-    async def free_within(self, seconds: float) -> bool:
+    async def free_within(self, seconds: float | None) -> bool:
         """Wait a little for room for one more save; returns whether there is.
 
         Once for each save under way: whoever asks at every step is not held up at every step.
+        None waits as long as it takes.
         """
         oldest = self.active[0].pending.save_id if self.active else ""
-        if oldest == self._waited_for:
-            seconds = 0.0
-        self._waited_for = oldest
+        if seconds is not None:
+            seconds = 0.0 if oldest == self._waited_for else seconds
+            self._waited_for = oldest
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while len(self.active) >= self.max_pending:

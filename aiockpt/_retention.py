@@ -162,7 +162,8 @@ class Retention:
         async def wanted() -> bool:
             return name in {folder for folder, _ in await self._pinned_if_any()}
 
-        return await self._store.retire(name, unless=wanted)
+        # Asked before as well: who is to stay must not be out of sight for a moment.
+        return not await wanted() and await self._store.retire(name, unless=wanted)
 
     async def _delete(self, checkpoint: Checkpoint, newest: str) -> bool:
         async def wanted() -> bool:

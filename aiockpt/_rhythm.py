@@ -83,6 +83,8 @@ class Rhythm(Intake):
         try:
             if if_busy == "skip" and not await self._saving.ledger.free_within(SKIP_GRACE):
                 decision = Decision(Kind.SKIP, request.step, "saves are pending")
+            if if_busy == "wait" and self._on_overlap == "error":
+                await self._saving.ledger.free_within(None)
             decision = await self._decisions.agree(decision)
         except BaseException:
             request.drop()

@@ -17,7 +17,7 @@ import torch
 import aiockpt
 from aiockpt import Catalog, DrainTimeoutError, RunLockedError, Saver
 from aiockpt.policies import Moment
-from aiockpt.policies.keep import KeepLast
+from aiockpt.policies.keep import KeepBest, KeepLast
 from aiockpt.policies.when import EveryOverhead, EverySteps
 from aiockpt.storage import Wanted
 from aiockpt.storage.local import LocalStore
@@ -212,6 +212,54 @@ async def test_alias_moves_only_to_what_stays(tmp_path: Path) -> None:
         assert (await catalog.alias()).step == 1
         assert (await racing.promote(4)).step == 4
     assert await steps(tmp_path) == [1, 4]
+
+
+async def test_promoted_step_that_is_written_anew_is_never_out_of_sight(tmp_path: Path) -> None:
+    """The older generation stays for its alias; it is not even moved aside for a moment."""
+    moved: list[str] = []
+
+    class Watched(LocalStore):
+        async def retire(self, name: str, *, unless: Wanted | None = None) -> bool:
+            moved.append(name)
+            return await super().retire(name, unless=unless)
+
+    async with Saver(Watched(tmp_path)) as saver, Catalog(tmp_path) as catalog:
+        await saver.save(state(1), step=1)
+        first = await catalog.promote(1)
+        for _ in range(2):
+            await saver.save(state(10), step=1, overwrite=True)
+            assert (await catalog.alias()).save_id == first.save_id
+        await saver._saving.idle()
+    assert moved == ["step-00000001.1"]
+
+
+async def test_alias_waits_for_a_step_that_is_aside(tmp_path: Path) -> None:
+    """Retention looks twice, and the step is out of sight in between: a reader of the alias looks again."""
+    async with Saver(tmp_path) as saver, Catalog(tmp_path) as catalog:
+        await saver.save(state(1), step=1)
+        await catalog.promote(1)
+        there, aside = tmp_path / "step-00000001", tmp_path / f".step-00000001.{'a' * 32}.retired"
+        there.rename(aside)
+        asyncio.get_running_loop().call_later(0.03, aside.rename, there)
+        assert (await catalog.alias()).step == 1
+
+
+async def test_huge_metric_does_not_end_retention(tmp_path: Path) -> None:
+    """An int beyond every float is a number all the same, here the worst and there the best."""
+    for mode, want in (("min", [2, 3]), ("max", [1, 3])):
+        async with Saver(tmp_path / mode, keep=KeepBest("loss", 1, mode), keep_grace=0) as saver:  # type: ignore[arg-type]
+            for step, loss in ((1, 10**400), (2, 5), (3, 7)):
+                await saver.save(state(step), step=step, metrics={"loss": loss})
+        assert await steps(tmp_path / mode) == want
+
+
+async def test_due_save_waits_where_others_are_refused(tmp_path: Path) -> None:
+    """`if_busy="wait"` says so itself, whatever `on_overlap` says of plain saves."""
+    async with Saver(tmp_path, when=EverySteps(1), on_overlap="error") as saver:
+        saver.save_nowait(state(1), step=1)
+        for step in range(2, 6):
+            assert await saver.stage_if_due(state(step), step=step, if_busy="wait") is not None
+    assert await steps(tmp_path) == [1, 2, 3, 4, 5]
 
 
 class Clock:

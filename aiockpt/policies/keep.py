@@ -115,9 +115,13 @@ class KeepBest(Keep):
 
     def _value(self, checkpoint: Checkpoint) -> float | None:
         value = checkpoint.metrics.get(self.metric)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
             return None
-        return float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # an int may be larger than any float
+            number = math.inf if value > 0 else -math.inf
+        return None if math.isnan(number) else number
 
 
 def _at_least(name: str, value: object, least: int) -> None:
