@@ -8,6 +8,7 @@ save is staged; until then the gate is held.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -23,8 +24,17 @@ from .errors import StateMutatedError
 SMALL_BYTES: Final = 64 << 10
 SMALL_TOTAL: Final = 4 << 20
 
-Source = torch.Tensor | Callable[[], torch.Tensor]
-"""Where a row's bytes come from: a tensor, or something that makes it when it is needed."""
+
+class Ranged(ABC):
+    """A tensor that is nowhere whole: any stretch of its bytes can be had, in a thread."""
+
+    @abstractmethod
+    def read(self, first: int, out: torch.Tensor) -> None:
+        """Fill `out` (uint8) with the row-major content from byte `first` on."""
+
+
+Source = torch.Tensor | Callable[[], torch.Tensor] | Ranged
+"""Where a row's bytes come from: a tensor, or something that makes it, or parts of it, when needed."""
 
 
 @dataclass(slots=True, eq=False)

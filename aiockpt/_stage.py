@@ -10,11 +10,11 @@ that no second copy of it ever exists.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from ._capture import Source, bits
+from ._capture import Ranged, Source, bits
 from ._plan import PAGE, BlockPlan, boxes
 from ._table import TensorTable
 from .errors import SaveError
@@ -41,7 +41,12 @@ def fill_block(
         pack: list[torch.Tensor] = []
         start = 0
         for row, first, nbytes, at in plan.parts:
-            tensor = _resolve(sources[row], table, row)
+            source = sources[row]
+            if isinstance(source, Ranged):
+                _flush(block, start, pack)
+                source.read(first, block[at : at + nbytes])
+                continue
+            tensor = _resolve(source, table, row)
             whole = first == 0 and nbytes == table.nbytes[row]
             if whole and nbytes <= PACK_BYTES and is_plain(tensor):
                 flat = bits(tensor).view(-1)
@@ -91,7 +96,9 @@ def copy_part(out: torch.Tensor, tensor: torch.Tensor, first: int, nbytes: int) 
         at += count
 
 
-def _resolve(source: Source | None, table: TensorTable, row: int) -> torch.Tensor:
+def _resolve(
+    source: torch.Tensor | Callable[[], torch.Tensor] | None, table: TensorTable, row: int
+) -> torch.Tensor:
     if isinstance(source, torch.Tensor):
         return source
     if source is None:

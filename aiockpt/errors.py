@@ -21,6 +21,8 @@ CheckpointError(Exception)
 │   ├── DrainTimeoutError(TimeoutError)       a save did not end within drain_timeout
 │   └── CommitUnknownError                    the commit may or may not have happened
 ├── RanksFailedError(RuntimeError)          some ranks failed, so the collective save or load did
+├── ForeignFormatError(ValueError)          a file of another format is damaged, or none that is read
+├── UnsafeFileError(ValueError)             a foreign file would run code or reach outside; refused
 ├── PublishError(RuntimeError)              the step is committed; telling others of it failed
 └── SaveErrors(ExceptionGroup)              several saves failed
 ```
@@ -42,6 +44,7 @@ __all__ = [
     "CommitUnknownError",
     "CorruptCheckpointError",
     "DrainTimeoutError",
+    "ForeignFormatError",
     "PickleRefusedError",
     "PreviousSaveError",
     "PublishError",
@@ -56,6 +59,7 @@ __all__ = [
     "StepExistsError",
     "StepNotFoundError",
     "StorageError",
+    "UnsafeFileError",
     "UnsupportedFormatError",
     "UnsupportedStateError",
     "UsageError",
@@ -366,6 +370,14 @@ def _portable(error: BaseException) -> BaseException:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
+
+
+class ForeignFormatError(CheckpointError, ValueError):
+    """A file of another format is damaged, incomplete, or of a kind that is not read."""
+
+
+class UnsafeFileError(CheckpointError, ValueError):
+    """A foreign file asks for code to be run, or reaches out of its folder: nothing of it was used."""
 
 
 class PublishError(CheckpointError, RuntimeError):

@@ -24,6 +24,7 @@ EXAMPLES: dict[str, CheckpointError] = {
         "checksum differs", step=3, file="m.safetensors", path="model/w", touched=["model/a", "model/b"]
     ),
     "DrainTimeoutError": errors.DrainTimeoutError("stuck", step=5, file="m.safetensors"),
+    "ForeignFormatError": errors.ForeignFormatError("no zip", file="w.pt", path="model/w"),
     "PickleRefusedError": errors.PickleRefusedError("pickled", path="extra"),
     "RanksFailedError": errors.RanksFailedError(
         "saving", {1: ValueError("no"), 3: OSError(28, "full")}, file="d"
@@ -48,6 +49,7 @@ EXAMPLES: dict[str, CheckpointError] = {
     "StorageError": errors.StorageError(
         "write x: full", errno=errno.ENOSPC, step=11, file="x", path="model/w"
     ),
+    "UnsafeFileError": errors.UnsafeFileError("names os.system", file="w.pt"),
     "UnsupportedFormatError": errors.UnsupportedFormatError(99, 0, step=12, file="manifest.json"),
     "UnsupportedStateError": errors.UnsupportedStateError([("a", "a lambda"), ("b", "a socket")], step=13),
     "UsageError": errors.UsageError("enter the saver first"),

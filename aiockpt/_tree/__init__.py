@@ -13,7 +13,7 @@ from .._paths import Key, Selection, ancestors, item_of, join, key_text, parse_k
 from .._plain import MAX_DEPTH, Json
 from .columns import Columns, find, host_tensors, wanted_tensors
 from .decode import decode_value
-from .flatten import Flat, encode_value, flatten
+from .flatten import Flat, Walk, encode_value, flatten
 from .rebuild import Rebuilt, rebuild
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Key",
     "Rebuilt",
     "Selection",
+    "Walk",
     "ancestors",
     "decode_value",
     "encode_value",

@@ -60,7 +60,7 @@ def flatten(state: object, *, allow_pickle: bool = False) -> Flat:
     Raises:
         UnsupportedStateError: listing every path that cannot be stored.
     """
-    walk = _Walk(allow_pickle)
+    walk = Walk(allow_pickle)
     walk.visit(state, "", 0)
     if walk.problems:
         raise UnsupportedStateError(walk.problems) from walk.cause
@@ -73,12 +73,12 @@ def encode_value(value: object, path: str = "", *, allow_pickle: bool = False) -
     Raises:
         UnsupportedStateError: it holds a tensor, or something that cannot be stored.
     """
-    walk = _Walk(allow_pickle)
+    walk = Walk(allow_pickle)
     walk.visit(value, path, len(split(path)))
     return walk.only_value()
 
 
-class _Walk:
+class Walk:
     """One pass over a state; also the context that codecs see."""
 
     def __init__(self, allow_pickle: bool) -> None:
@@ -112,7 +112,7 @@ class _Walk:
 
     def plain(self, value: object) -> Json:
         """Write a value without tensors as JSON, for a codec's meta."""
-        inner = _Walk(self.allow_pickle)
+        inner = Walk(self.allow_pickle)
         inner.open = self.open
         inner.visit(value, "", self.depth + 1)
         self.flat.stateful += inner.flat.stateful

@@ -1,0 +1,256 @@
+"""`.metadata` of Distributed Checkpoint, read as data: what is in the folder, and where.
+
+The file is a pickle of torch's own classes. None of them is looked up: their names stand
+for records, whose fields are checked one by one. Metadata of older versions lack some.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from .._dtypes import NAME
+from ..errors import ForeignFormatError
+from ._torch_names import TensorNames, sizes
+from ._unpickle import LIMIT, Global, Record, census, unpickle
+
+__all__ = ["Chunk", "Index", "Item", "TensorEntry", "read_metadata"]
+
+_METADATA: Final = "torch.distributed.checkpoint.metadata"
+_RECORDS: Final[dict[str, frozenset[str]]] = {
+    _METADATA: frozenset(
+        {
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "_MEM_FORMAT_ENCODING",
+        }
+    ),
+    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
+    "torch.distributed._shard.sharded_tensor.metadata": frozenset(
+        {"TensorProperties", "MEM_FORMAT_ENCODING"}
+    ),
+}
+_PATHS: Final = frozenset({"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"})
+_MOST_INDEX: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Where an item's bytes are."""
+
+    file: str
+    offset: int
+    nbytes: int
+    transforms: tuple[str, ...] = ()
+    """What was done to them on the way to the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor, and where it is stored."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    item: Item
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor of the folder."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    grad: bool
+    chunks: list[Chunk]
+
+
+@dataclass(slots=True)
+class Index:
+    """Everything `.metadata` says, checked."""
+
+    entries: dict[str, TensorEntry | Item] = field(default_factory=dict)
+    """By flat name: a tensor, or the item of a plain value."""
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    """Flat name to the keys it was made of."""
+
+
+def read_metadata(data: bytes, *, file: str) -> Index:
+    """Read the metadata of a folder.
+
+    Args:
+        data: the file's content.
+        file: its name, for messages.
+
+    Raises:
+        UnsafeFileError: it would run code.
+        ForeignFormatError: it is damaged, or of a version that is not known.
+    """
+    if len(data) > LIMIT:
+        raise ForeignFormatError(f"{file}: more than {LIMIT >> 20} MiB of metadata", file=file)
+    meta = unpickle(data, _table(file), file=file)
+    reader = _Reader(file)
+    if not isinstance(meta, Record) or meta.name != "Metadata":
+        raise reader.bad("it holds no Metadata")
+    places = reader.places(meta.field("storage_data"))
+    index = Index()
+    entries = meta.field("state_dict_metadata")
+    for name, entry in reader.items(entries):
+        index.entries[name] = reader.entry(name, entry, places)
+    index.paths = reader.paths(meta.field("planner_data"), index)
+    census(meta.field("planner_data"), len(data), file=file)
+    return index
+
+
+def _table(file: str) -> TensorNames | Any:
+    names = TensorNames(file, 0, _no_storage)
+
+    def find(module: str, name: str) -> Global | None:
+        if name in _RECORDS.get(module, ()):
+            return Global(name, lambda *args: Record(name, args))
+        if module.split(".", 1)[0] == "pathlib" and name in _PATHS:
+            return Global(name, lambda *args: Record("path", args))
+        plain = module in ("torch", "collections", "torch.serialization")
+        return names(module, name) if plain else None
+
+    return find
+
+
+def _no_storage(key: str, nbytes: int) -> Any:
+    raise ValueError("metadata has no storages")
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Checks records one by one."""
+
+    file: str
+
+    def bad(self, why: str, path: str | None = None) -> ForeignFormatError:
+        """The error of metadata that cannot be right."""
+        return ForeignFormatError(f"{self.file}: {why}", file=self.file, path=path)
+
+    def items(self, value: Any) -> Iterator[tuple[str, Any]]:
+        """Name and entry of a dict by name."""
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise self.bad("a table by name is missing")
+        yield from value.items()
+
+    def shape(self, value: Any) -> tuple[int, ...]:
+        """A size."""
+        found = sizes(value)
+        if found is None:
+            raise self.bad("a size is none")
+        return found
+
+    def places(self, value: Any) -> dict[tuple[str, tuple[int, ...] | None], Item]:
+        """Where each chunk and value is, by name and offset."""
+        if not isinstance(value, dict):
+            raise self.bad("it does not say where anything is stored")
+        found: dict[tuple[str, tuple[int, ...] | None], Item] = {}
+        for key, info in value.items():
+            if (
+                not isinstance(key, Record)
+                or key.name != "MetadataIndex"
+                or not isinstance(key.field("fqn"), str)
+            ):
+                raise self.bad("the key of a place is none")
+            offset = key.field("offset")
+            place = (key.field("fqn"), None if offset is None else self.shape(offset))
+            if place in found:
+                raise self.bad("two places for one thing", place[0])
+            found[place] = self.place(info, place[0])
+        return found
+
+    def place(self, info: Any, path: str) -> Item:
+        """One place."""
+        if not isinstance(info, Record) or info.name != "_StorageInfo":
+            raise self.bad("a place is none", path)
+        file, offset, nbytes = info.field("relative_path"), info.field("offset"), info.field("length")
+        if not isinstance(file, str) or any(type(n) is not int or n < 0 for n in (offset, nbytes)):
+            raise self.bad("a place is none", path)
+        return Item(file, offset, nbytes, tuple(map(str, info.field("transform_descriptors") or ())))
+
+    def entry(self, name: str, entry: Any, places: dict[Any, Item]) -> TensorEntry | Item:
+        """A tensor, or where a value is."""
+        kind = entry.name if isinstance(entry, Record) else ""
+        if kind == "BytesStorageMetadata" and (name, None) in places:
+            return places[name, None]
+        if kind != "TensorStorageMetadata":
+            raise self.bad("it is neither a tensor nor a value with a place", name)
+        dtype, grad = self.properties(entry.field("properties"), name)
+        shape = self.shape(entry.field("size"))
+        boxes = entry.field("chunks")
+        chunks = [self.chunk(name, box, places, shape) for box in boxes] if isinstance(boxes, list) else []
+        _check_cover(chunks, shape, lambda why: self.bad(why, name))
+        return TensorEntry(dtype, shape, grad, chunks)
+
+    def properties(self, value: Any, name: str) -> tuple[torch.dtype, bool]:
+        """dtype and requires_grad."""
+        state = value.state if isinstance(value, Record) and value.name == "TensorProperties" else None
+        dtype: Any = state[0] if isinstance(state, tuple) and state else None
+        grad: Any = state[2] if isinstance(state, tuple) and len(state) > 2 else False
+        if isinstance(state, dict):
+            dtype, grad = state.get("dtype"), state.get("requires_grad", False)
+        if dtype not in NAME:
+            raise self.bad(f"a dtype that is not read: {str(dtype)[:40]}", name)
+        return dtype, grad is True
+
+    def chunk(self, name: str, box: Any, places: dict[Any, Item], shape: tuple[int, ...]) -> Chunk:
+        """A chunk and its place."""
+        if not isinstance(box, Record) or box.name != "ChunkStorageMetadata":
+            raise self.bad("a chunk is none", name)
+        offsets, extent = self.shape(box.field("offsets")), self.shape(box.field("sizes"))
+        if len(offsets) != len(shape) or len(extent) != len(shape):
+            raise self.bad("a chunk has another number of dimensions than its tensor", name)
+        if any(a + n > size for a, n, size in zip(offsets, extent, shape, strict=True)):
+            raise self.bad("a chunk reaches out of its tensor", name)
+        item = places.get((name, offsets))
+        if item is None:
+            raise self.bad(f"it does not say where the chunk at {offsets} is stored", name)
+        return Chunk(offsets, extent, item)
+
+    def paths(self, value: Any, index: Index) -> dict[str, tuple[str | int, ...]]:
+        """The keys each flat name was made of; older versions do not say."""
+        if value is None:
+            return {name: (name,) for name in index.entries}
+        found = dict(self.items(value))
+        most = min(_MOST_INDEX, 16 * len(found) + 1024)
+        for name, path in found.items():
+            sound = isinstance(path, (tuple, list)) and 0 < len(path) <= 100
+            if not sound or not all(isinstance(k, str) or (type(k) is int and 0 <= k < most) for k in path):
+                raise self.bad("the path of a name is none", name)
+        missing = next((name for name in index.entries if name not in found), None)
+        if missing is not None:
+            raise self.bad("it has no path", missing)
+        return {name: tuple(found[name]) for name in index.entries}
+
+
+def _check_cover(chunks: Sequence[Chunk], shape: tuple[int, ...], bad: Any) -> None:
+    """Every element lies in exactly one chunk: the volumes add up, and no two overlap."""
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
+        raise bad("its chunks leave a hole, or overlap")
+    boxes = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    boxes.sort(key=lambda chunk: chunk.offsets)
+    open_boxes: list[Chunk] = []
+    for box in boxes:
+        # Sorted by the first offset: who ended before this one begins meets nobody any more.
+        open_boxes = [
+            other for other in open_boxes if shape and other.offsets[0] + other.sizes[0] > box.offsets[0]
+        ]
+        if any(_meet(box, other) for other in open_boxes) or (not shape and len(boxes) > 1):
+            raise bad("its chunks overlap")
+        open_boxes.append(box)
+
+
+def _meet(one: Chunk, other: Chunk) -> bool:
+    pairs = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(a < b + m and b < a + n for a, n, b, m in pairs)
