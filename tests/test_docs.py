@@ -24,6 +24,7 @@ PAGES = [
     "docs/keep-and-when.md",
     "docs/sharing-a-run.md",
     "docs/serving.md",
+    "docs/convert.md",
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

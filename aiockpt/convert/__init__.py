@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, cast
 
 from .._door import translate
 from .._threads import offload, settle
-from ..errors import CheckpointError, StorageError, UsageError
+from ..errors import CheckpointError, SaveError, StorageError, UsageError
 from ._detect import kind_of
 from ._drive import Desk, Place, drive
 from ._leaf import MB
@@ -135,30 +135,38 @@ async def convert(
         CorruptCheckpointError: the source, a checkpoint of aiockpt, is damaged.
         StorageError: a file cannot be read or written.
     """
-    if to not in _MEMBERS:
-        raise UsageError(f"to= is one of {', '.join(_MEMBERS)}, not {to!r}")
-    if budget < _LEAST:
-        raise UsageError(
-            f"a budget of {budget} bytes is too small: a conversion takes at least {_LEAST >> 20} MiB"
-        )
+    _check(to, budget)
     options = Options(budget, verify, drop, step, item, max_shard_bytes)
-    desk = Desk(budget)
     try:
-        place = await offload(Place, os.fspath(dst), overwrite)
-        source = await offload(kind_of, os.fspath(src))
-        opened = await _member(source).open_source(os.fspath(src), options)
-        try:
-            done = await _convert(opened, place, to, options, desk)
-        finally:
-            if opened.close is not None:
-                await settle(opened.close())
+        return await _carry_out(os.fspath(src), os.fspath(dst), to, options, overwrite)
     except CheckpointError:
         raise
     except OSError as error:
         raise StorageError.wrap(error, "cannot convert", file=str(error.filename or src)) from error
     except Exception as error:
-        raise translate(error, f"cannot convert {os.fspath(src)},", step=step) from error
-    columns, dropped = done
+        if isinstance(error, ExceptionGroup):
+            raise translate(error, "cannot convert", step=step) from error
+        message = f"cannot convert {os.fspath(src)}: {type(error).__name__}: {error}"
+        raise SaveError(message, file=os.fspath(src)) from error
+
+
+def _check(to: str, budget: int) -> None:
+    if to not in _MEMBERS:
+        raise UsageError(f"to= is one of {', '.join(_MEMBERS)}, not {to!r}")
+    if budget < _LEAST:
+        message = f"a budget of {budget} bytes is too small: a conversion takes at least {_LEAST >> 20} MiB"
+        raise UsageError(message)
+
+
+async def _carry_out(src: str, dst: str, to: Kind, options: Options, overwrite: bool) -> Conversion:
+    place = await offload(Place, dst, overwrite)
+    source = await offload(kind_of, src)
+    opened: Opened = await (await offload(_member, source)).open_source(src, options)
+    try:
+        columns, dropped = await _convert(opened, place, to, options, Desk(options.budget))
+    finally:
+        if opened.close is not None:
+            await settle(opened.close())
     nbytes = sum({id(leaf.content): leaf.content.nbytes for leaf in columns.leaves}.values())
     return Conversion(cast("Kind", source), to, place.path, len(columns.leaves), nbytes, dropped)
 
@@ -168,7 +176,9 @@ async def _convert(
 ) -> tuple[Columns, tuple[str, ...]]:
     state = opened.state if options.item is None else _item(opened.state, options.item)
     try:
-        written: Written = await _member(to).write(state, place.attempt, options, desk, opened.step)
+        written: Written = await (await offload(_member, to)).write(
+            state, place.attempt, options, desk, opened.step
+        )
         columns = await offload(columns_of, written.state)
         if options.verify:
             await _verify(columns, place.attempt, to, options, desk)
@@ -185,7 +195,7 @@ async def _verify(columns: Columns, path: str, to: str, options: Options, desk: 
     Raises:
         CheckpointError: it is not what was to be written.
     """
-    opened: Opened = await _member(to).open_source(
+    opened: Opened = await (await offload(_member, to)).open_source(
         path, Options(options.budget, True, False, None, None, None)
     )
     try:

@@ -15,8 +15,9 @@ import torch
 
 from .._dtypes import NAME
 from ..errors import ForeignFormatError
+from ._census import census
 from ._torch_names import TensorNames, sizes
-from ._unpickle import LIMIT, Global, Record, census, unpickle
+from ._unpickle import LIMIT, Global, Record, unpickle
 
 __all__ = ["Chunk", "Index", "Item", "TensorEntry", "read_metadata"]
 

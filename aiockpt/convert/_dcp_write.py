@@ -51,7 +51,7 @@ def flattened(state: dict[Any, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
 
 
 def _item(value: Any) -> Any:
-    """A value as it comes back: a tensor is no Parameter, and what is stored apart is tied to nothing else."""
+    """A value as it comes back: a tensor is no Parameter, what is stored apart is tied to nothing else."""
     if isinstance(value, Leaf):
         return Leaf(value.content, value.flags & 1)
     known: dict[int, Content] = {}

@@ -39,8 +39,11 @@ def _folder(path: str) -> str:
     if any(os.path.exists(os.path.join(path, name, MANIFEST)) for name in names):
         return "aiockpt"
     if any(name.endswith((".distcp", ".metadata")) for name in names):
-        why = "data of Distributed Checkpoint without its .metadata: the save did not finish, or was made with use_collectives=False"
-        raise ForeignFormatError(f"{path}: {why}", file=path)
+        raise ForeignFormatError(
+            f"{path}: data of Distributed Checkpoint without its .metadata: the save did not finish, or was "
+            "made with use_collectives=False",
+            file=path,
+        )
     raise ForeignFormatError(f"{path}: a folder of no format that is read", file=path)
 
 

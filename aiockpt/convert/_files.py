@@ -185,7 +185,7 @@ class Folder:
             )
         path = os.path.realpath(os.path.join(self.path, *parts))
         if os.path.commonpath([path, self.path]) != self.path:
-            why = f"{name} in {self.path} is a link to {path}, outside of it; copy the folder with its links resolved"
+            why = f"{name} in {self.path} leads to {path}: copy the folder with its links resolved"
             raise UnsafeFileError(why, file=os.path.join(self.path, name))
         return path
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ..errors import ForeignFormatError, UnsafeFileError
+from ._census import census
 from ._files import ForeignFile, Limited, Range, Source
 from ._torch_names import TensorNames
-from ._unpickle import LIMIT, Global, Table, census, unpickle
+from ._unpickle import LIMIT, Global, Table, unpickle
 from ._zip import Archive
 
 __all__ = ["read_archive", "read_legacy"]

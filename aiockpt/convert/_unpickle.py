@@ -6,7 +6,7 @@ needs; each stands for a small function of our own that makes inert values. Any 
 ends the reading, with that name in the error, before anything was made of it.
 
 Sizes are bounded by the pickle's own size: every instruction makes at most one object,
-copies are counted, and what is shared over and over is found by `census`.
+copies are counted, and what is shared over and over is found by `_census`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Protocol
 
 from ..errors import CheckpointError, ForeignFormatError, UnsafeFileError
+from ._census import ALWAYS, PER_BYTE, check_key
 
-__all__ = ["LIMIT", "Global", "Record", "Table", "census", "unpickle"]
+__all__ = ["LIMIT", "Global", "Record", "Table", "unpickle"]
 
 LIMIT: Final = 256 << 20
 """Bytes of one pickle at the most."""
-_WORK: Final = 4
-"""Copied elements that a pickle may cause for each of its bytes."""
-_NODES: Final = 1 << 16
-"""Values that any pickle may unfold to; more, in proportion to its size."""
-_DEPTH: Final = 200
-_KEY_PARTS: Final = 64
-"""Values in a key of a dict, all its tuples taken together."""
 _MARK: Final = object()
 
 
@@ -139,7 +133,7 @@ class _Machine:
     def spend(self, count: int) -> None:
         """Count copied elements, so that a small pickle cannot become a large state."""
         self.work += count
-        if self.work > _NODES + _WORK * self.at:
+        if self.work > ALWAYS + PER_BYTE * self.at:
             raise ForeignFormatError(
                 f"{self.file}: the pickle unfolds to far more than it holds", file=self.file
             )
@@ -219,7 +213,7 @@ def _set_items(m: _Machine, flat: list[Any]) -> None:
     if not isinstance(target, dict) or len(flat) % 2:
         raise TypeError("items of no dict")
     for key, value in zip(flat[::2], flat[1::2], strict=True):
-        _check_key(key)
+        check_key(key)
         target[key] = value
 
 
@@ -235,29 +229,15 @@ def _add(m: _Machine, values: list[Any]) -> None:
     if type(target) is not set:
         raise TypeError("members of no set")
     for value in values:
-        _check_key(value)
+        check_key(value)
     target.update(values)
 
 
 def _frozen(m: _Machine, _: Any) -> None:
     values = m.popped_mark()
     for value in values:
-        _check_key(value)
+        check_key(value)
     m.stack.append(frozenset(values))
-
-
-def _check_key(key: Any) -> None:
-    """Refuse a key whose hash would be a walk without end, or through the C stack."""
-    todo, left = [key], _KEY_PARTS
-    while todo:
-        part = todo.pop()
-        left -= 1
-        if left < 0:
-            raise ValueError("a key is too large")
-        if isinstance(part, (tuple, frozenset)):
-            if len(part) > left:
-                raise ValueError("a key is too large")
-            todo.extend(part)
 
 
 def _tuple_of(count: int) -> Callable[[_Machine, Any], None]:
@@ -336,29 +316,3 @@ _STEPS: Final[Mapping[str, Callable[[_Machine, Any], None]]] = {
     "BUILD": _build,
     "BINPERSID": _persistent,
 }
-
-
-def census(value: Any, size: int, *, file: str) -> None:
-    """Refuse a state that unfolds to far more values than its pickle can have meant, or has no end.
-
-    A pickle of a kilobyte can share a list so often that walking over it never ends.
-
-    Raises:
-        ForeignFormatError: it does.
-    """
-    left = _NODES + _WORK * size
-    stack = [(value, 0)]
-    while stack:
-        one, depth = stack.pop()
-        left -= 1
-        if left < 0 or depth > _DEPTH:
-            raise ForeignFormatError(f"{file}: the state contains itself, or unfolds without end", file=file)
-        if isinstance(one, dict):
-            left -= len(one)
-            stack.extend((child, depth + 1) for child in one.values() if isinstance(child, _BOXES))
-        elif isinstance(one, (list, tuple, set, frozenset)):
-            left -= len(one)
-            stack.extend((child, depth + 1) for child in one if isinstance(child, _BOXES))
-
-
-_BOXES: Final = (dict, list, tuple, set, frozenset)

@@ -20,6 +20,7 @@ from ._leaf import MB, Content, Leaf, Piece, Room
 from ._torch_read import read_archive
 from ._unpickle import LIMIT
 from ._walk import hold, picked
+from ._zip import StoredRecord
 
 __all__ = ["open_source", "write"]
 
@@ -34,7 +35,7 @@ async def open_source(path: str, options: Options) -> Opened:
         UnsafeFileError: it would run code, or names a file outside of it.
         ForeignFormatError: it is damaged, or incomplete.
     """
-    folder = Folder(path)
+    folder = await offload(Folder, path)
 
     async def close() -> None:
         await offload(folder.close)
@@ -119,6 +120,9 @@ class _Items:
             raise ForeignFormatError(why, file=chunk.item.file, path=name)
         made = found.content.pieces
         assert not callable(made)
+        if isinstance(made[0].storage, StoredRecord):
+            # A folder may have a hundred thousand chunks: of each archive only what is needed stays.
+            made[0].storage.archive.records.clear()
         return Piece(chunk.offsets, chunk.sizes, made[0].strides, made[0].begin, made[0].storage)
 
 

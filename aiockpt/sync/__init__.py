@@ -1,6 +1,6 @@
 """aiockpt for code that is not async: the same verbs, and they block.
 
-`Saver`, `Catalog`, `load` and `latest` are those of `aiockpt` over a bridge: an event loop
+`Saver`, `Catalog`, `load`, `latest` and `convert` are those of `aiockpt` over a bridge: an event loop
 in a daemon thread of its own does the work, the calling thread waits. On a thread where
 an event loop is running, `await` the names of `aiockpt` itself.
 """
@@ -8,7 +8,8 @@ an event loop is running, `await` the names of `aiockpt` itself.
 from __future__ import annotations
 
 from ._catalog import Catalog, Lease, latest, load
+from ._convert import convert
 from ._pending import PendingSave
 from ._saver import Saver, Staging
 
-__all__ = ["Catalog", "Lease", "PendingSave", "Saver", "Staging", "latest", "load"]
+__all__ = ["Catalog", "Lease", "PendingSave", "Saver", "Staging", "convert", "latest", "load"]
