@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from ._chunks import share_problem
 from ._manifest import FORMAT, MANIFEST, MANIFEST_LIMIT, ItemRecord, Manifest, PartRecord, encode_manifest
 from .errors import CommitUnknownError, DrainTimeoutError, SaveError, UsageError
 from .storage import Attempt, Store
@@ -28,7 +29,8 @@ def check_parts(parts: Sequence[PartRecord], save_id: str) -> list[PartRecord]:
     """The parts in rank order: each rank once, all of this save.
 
     Raises:
-        SaveError: a part is missing, double, or of another save. Never committed then.
+        SaveError: a part is missing, double, or of another save, or a tensor is not held exactly
+            once. Never committed then.
     """
     ordered = sorted(parts, key=lambda part: part.rank)
     ranks = [part.rank for part in ordered]
@@ -37,6 +39,10 @@ def check_parts(parts: Sequence[PartRecord], save_id: str) -> list[PartRecord]:
         raise SaveError(
             f"parts of ranks {ranks} do not make a checkpoint of {world} rank(s)", save_id=save_id
         )
+    problem = share_problem([share for part in ordered for share in part.shares])
+    if problem:
+        path, why = problem
+        raise SaveError(f"the ranks' parts do not make {path} whole: {why}", path=path, save_id=save_id)
     for part in ordered:
         if part.save_id != save_id:
             message = f"the part of rank {part.rank} belongs to save {part.save_id}, not to {save_id}"

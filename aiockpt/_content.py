@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._capture import Captured
+from ._chunks import Share
 from ._commit import build_manifest
 from ._manifest import FileRecord, Manifest, PartRecord, ShardRecord, encode_part
 from ._memory import BLOCK_BYTES, BlockPool
@@ -149,7 +150,15 @@ class Content:
             part=await put_file(attempt, part_name(self.rank), part, "part"),
             files=records,
             items=count_items(self.table),
+            shares=self._shares() if self._world > 1 or self.table.chunks else [],
         )
+
+    def _shares(self) -> list[Share]:
+        table = self.table
+        return [
+            (table.path[row], table.dtype[row], table.whole(row), table.offsets(row), table.shape[row])
+            for row in range(len(table))
+        ]
 
     def _encode_part(self, shards: Sequence[ShardRecord]) -> bytes:
         assert self.captured is not None

@@ -14,7 +14,7 @@ from ._dtypes import NAME
 from ._table import TensorTable
 from .errors import UnsupportedStateError, UsageError
 
-__all__ = ["TensorItem", "TensorSpec", "captured_items"]
+__all__ = ["ChunkSpec", "TensorItem", "TensorSpec", "captured_items"]
 
 
 class TensorItem(Protocol):
@@ -42,6 +42,24 @@ class TensorSpec:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkSpec:
+    """A `TensorItem` of which this process holds a part."""
+
+    path: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """The shape of the whole tensor."""
+    offsets: tuple[int, ...]
+    """Where the part lies in it."""
+    sizes: tuple[int, ...]
+    """The part's own shape: what `resolve` gives."""
+
+    def __post_init__(self) -> None:
+        if not len(self.shape) == len(self.offsets) == len(self.sizes) or min(self.offsets, default=0) < 0:
+            raise UsageError(f"{self.path}: offsets {self.offsets} and sizes {self.sizes} of {self.shape}")
+
+
 def captured_items(
     items: Sequence[TensorItem],
     resolve: Callable[[Any], torch.Tensor],
@@ -64,17 +82,30 @@ def captured_items(
         raise UnsupportedStateError(problems, step=step)
     flat, table = _tree.Flat(), TensorTable()
     sources: list[Source | None] = []
-    by_path = {item.path: item for item in items}
-    for seq, path in enumerate(_in_order([*plain, *by_path])):
-        item = by_path.get(path)
-        if item is None:
+    by_path: dict[str, list[TensorItem]] = {}
+    for item in items:
+        by_path.setdefault(item.path, []).append(item)
+    seq = 0
+    for path in _tree.in_order([*plain, *by_path]):
+        if path not in by_path:
             flat.value_seq.append(seq)
             flat.value_paths.append(path)
             flat.values.append(_tree.encode_value(plain[path], path, allow_pickle=allow_pickle))
-        else:
-            table.add(seq, path, NAME[item.dtype], tuple(item.shape))
+            seq += 1
+        for item in by_path.get(path, ()):
+            _add(table, seq, item)
             sources.append(lambda item=item: resolve(item))
+            seq += 1
     return Captured(table, sources, flat)
+
+
+def _add(table: TensorTable, seq: int, item: TensorItem) -> None:
+    """A row of the item."""
+    whole = tuple(item.shape)
+    sizes = item.sizes if isinstance(item, ChunkSpec) else whole
+    if isinstance(item, ChunkSpec) and sizes != whole:
+        table.chunks[len(table)] = (whole, item.offsets)
+    table.add(seq, item.path, NAME[item.dtype], sizes)
 
 
 def _split(values: dict[Any, Any], above: str, parents: set[str]) -> Iterator[tuple[str, Any]]:
@@ -97,26 +128,18 @@ def _above(path: str) -> Iterator[str]:
             yield path[:at]
 
 
-def _in_order(paths: Sequence[str]) -> list[str]:
-    """What lies in one container side by side, in order of first appearance: a walk over the state."""
-    rank: dict[str, int] = {}
-    for path in paths:
-        for place in (*_above(path), path):
-            rank.setdefault(place, len(rank))
-    return sorted(paths, key=lambda path: [rank[place] for place in (*_above(path), path)])
-
-
 def _problems(items: Sequence[TensorItem], plain: Container[str]) -> list[tuple[str, str]]:
     """Why the tensors cannot be stored: (path, reason)."""
     parents = _parents(item.path for item in items)
     problems = []
-    seen: set[str] = set()
+    seen: dict[str, bool] = {}
     for item in items:
-        if item.path in seen or item.path in plain:
+        cut = isinstance(item, ChunkSpec) and item.sizes != item.shape
+        if seen.get(item.path, cut) is not cut or (item.path in seen and not cut) or item.path in plain:
             problems.append((item.path, "something else has this path"))
         elif item.path in parents or any(place in plain for place in _above(item.path)):
             problems.append((item.path, "something else has this path, or one above it or below it"))
         elif item.dtype not in NAME:
             problems.append((item.path, f"dtype {item.dtype} cannot be stored"))
-        seen.add(item.path)
+        seen[item.path] = cut
     return problems

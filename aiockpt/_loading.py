@@ -48,7 +48,7 @@ class LoadPlan:
 
     def living(self) -> list[Run]:
         """The reads that fill something that lives."""
-        rows = self.targets.living
+        rows = self.targets.living_rows()
         return [run for run in self.runs if any(part[0] in rows for part in run.parts)]
 
 
@@ -85,12 +85,12 @@ def plan_load(
     if not allow_pickle:
         _refuse_pickles(saved, outline, select)
     try:
-        targets = Targets(saved.table, _allocate(saved, select, devices))
+        targets = Targets(saved.table, _allocate(saved, select, devices), spread=saved.spread)
     except CorruptCheckpointError as error:
         raise located(error, saved.manifest.step, _part_file(saved)) from error
     for row, path, tensor in fit.fills if fit else ():
         targets.add_living(row, path, tensor)
-    runs = plan_reads(saved.table, saved.shards, targets.rows(), targets.direct(), block_bytes)
+    runs = plan_reads(saved.stored, saved.shards, targets.rows(), targets.direct(), block_bytes)
     return LoadPlan(targets, runs, fit, strict, select, _report(fit, targets))
 
 

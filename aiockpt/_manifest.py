@@ -122,6 +122,12 @@ class TensorPage(msgspec.Struct, gc=False):
     """Byte offset in the shard's data section."""
     alias: list[int] = []
     """Row of the tensor this one is tied to, or -1."""
+    chunk: list[int] = []
+    """Rows of this page that are chunks of a larger tensor; their `dims` are the chunk's own."""
+    whole: list[int] = []
+    """For these: the shapes of the whole tensors, one after the other."""
+    offsets: list[int] = []
+    """For these: where they lie in them, one after the other."""
 
 
 class ValuePage(msgspec.Struct, gc=False):
@@ -154,6 +160,9 @@ class Part(msgspec.Struct, kw_only=True):
     values: list[msgspec.Raw]
     nodes: list[msgspec.Raw]
 
+
+_RAGGED: Final = frozenset({"dims", "chunk", "whole", "offsets"})
+"""Columns of a page that do not have one entry a row."""
 
 P = TypeVar("P", TensorPage, ValuePage, NodePage)
 
@@ -283,7 +292,7 @@ def decode_page(raw: msgspec.Raw, kind: type[P], *, file: str) -> P:
         page = msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise CorruptCheckpointError(f"not a page: {error}", file=file) from error
-    columns = {len(getattr(page, name)) for name in kind.__struct_fields__ if name != "dims"}
+    columns = {len(getattr(page, name)) for name in kind.__struct_fields__ if name not in _RAGGED}
     if len(columns) != 1 or not _dims_fit(page):
         raise CorruptCheckpointError("a page's columns do not fit together", file=file)
     return page
@@ -292,8 +301,12 @@ def decode_page(raw: msgspec.Raw, kind: type[P], *, file: str) -> P:
 def _dims_fit(page: TensorPage | ValuePage | NodePage) -> bool:
     if not isinstance(page, TensorPage):
         return True
-    lowest = min([*page.ndim, *page.dims], default=0)
-    return lowest >= 0 and sum(page.ndim) == len(page.dims)
+    lowest = min([*page.ndim, *page.dims, *page.chunk, *page.whole, *page.offsets], default=0)
+    if lowest < 0 or sum(page.ndim) != len(page.dims):
+        return False
+    if max(page.chunk, default=-1) >= len(page.ndim) or len(set(page.chunk)) != len(page.chunk):
+        return False
+    return sum(page.ndim[i] for i in page.chunk) == len(page.whole) == len(page.offsets)
 
 
 def encode_page(page: TensorPage | ValuePage | NodePage) -> msgspec.Raw:
@@ -311,3 +324,5 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
     files: list[FileRecord]
     """Its shards, and the user's files if it wrote them."""
     items: list[ItemRecord]
+    shares: list[tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = []
+    """Where ranks share the tensors: (path, dtype, shape of the whole, offsets, sizes) of what it holds."""

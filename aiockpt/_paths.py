@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Selection",
     "ancestors",
     "escape",
+    "in_order",
     "item_of",
     "join",
     "key_text",
@@ -210,6 +211,20 @@ def ancestors(path: str) -> Iterator[str]:
         yield path
         path = path.rpartition("/")[0]
     yield ""
+
+
+def in_order(paths: Sequence[str]) -> list[str]:
+    """What lies in one container side by side, in order of first appearance: a walk over the state."""
+    rank: dict[str, int] = {}
+    for path in paths:
+        for place in _downwards(path):
+            rank.setdefault(place, len(rank))
+    return sorted(paths, key=lambda path: [rank[place] for place in _downwards(path)])
+
+
+def _downwards(path: str) -> list[str]:
+    """The paths of what holds it, outermost first, and the path itself."""
+    return [*reversed([place for place in ancestors(path) if place]), *([] if path else [""])]
 
 
 def selects(prefixes: Collection[str], path: str) -> bool:

@@ -11,6 +11,7 @@ block. There are two kinds of reads, and each piece belongs to one kind:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -21,12 +22,25 @@ from ._table import TensorTable
 MOST_BUFFERS: Final = 16
 """Tensors that a directly read piece may be spread over: beyond it, a copy is cheaper."""
 
-__all__ = ["Part", "Run", "check_extents", "plan_reads", "whole_shard"]
+__all__ = [
+    "Part",
+    "Run",
+    "Span",
+    "box_spans",
+    "check_extents",
+    "plan_reads",
+    "plan_span_reads",
+    "whole_shard",
+]
 
 
 Part = tuple[int, int, int, int]
 """Some bytes of one tensor within a run: (row of the table, first byte of the tensor's logical
 content, bytes, first byte within the run). A plain tuple: the garbage collector forgets those."""
+
+
+Span = tuple[int, int, int]
+"""Wanted bytes: (row, first byte of its logical content, bytes)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +87,42 @@ def plan_reads(
         fresh: those of them whose bytes may be read straight to where they stay.
         block_bytes: the most bytes of one read, a multiple of a piece.
     """
-    rows: dict[int, list[int]] = {}
-    for row in sorted(set(wanted), key=lambda row: (table.shard[row], table.begin[row])):
-        if table.nbytes[row]:
-            rows.setdefault(table.shard[row], []).append(row)
+    return plan_span_reads(
+        table, shards, ((row, 0, table.nbytes[row]) for row in set(wanted)), fresh, block_bytes
+    )
+
+
+def plan_span_reads(
+    table: TensorTable,
+    shards: Sequence[ShardRecord],
+    spans: Iterable[Span],
+    fresh: Collection[int],
+    block_bytes: int,
+) -> list[Run]:
+    """As `plan_reads`, for some bytes of the rows only.
+
+    Args:
+        table: the checkpoint's tensors, their extents checked.
+        shards: the files they lie in.
+        spans: the bytes; none is wanted twice.
+        fresh: rows whose bytes may be read straight to where they stay.
+        block_bytes: the most bytes of one read, a multiple of a piece.
+    """
+    groups: dict[int, list[Span]] = {}
+    for span in sorted(spans, key=lambda span: (table.shard[span[0]], table.begin[span[0]] + span[1])):
+        if span[2]:
+            groups.setdefault(table.shard[span[0]], []).append(span)
     runs: list[Run] = []
-    for shard, group in rows.items():
+    for shard, group in groups.items():
         runs += _join(_pieces(table, shards[shard].nbytes, group, fresh), shard, block_bytes)
     return runs
 
 
-def _pieces(table: TensorTable, size: int, rows: list[int], fresh: Collection[int]) -> Iterator[_Piece]:
-    """Every piece that holds bytes of the rows, in order."""
+def _pieces(table: TensorTable, size: int, spans: list[Span], fresh: Collection[int]) -> Iterator[_Piece]:
+    """Every piece that holds bytes of the spans, in order."""
     piece: _Piece | None = None
-    for row in rows:
-        done, nbytes = 0, table.nbytes[row]
+    for row, first, length in spans:
+        done, nbytes = first, first + length
         while done < nbytes:
             index, at = divmod(table.begin[row] + done, PIECE_BYTES)
             if piece is None or piece.index != index:
@@ -130,12 +165,38 @@ def _join(pieces: Iterable[_Piece], shard: int, most: int) -> Iterator[Run]:
 def _append(parts: list[Part], part: Part) -> None:
     """Add a part, as one with the last where it goes on from there."""
     row, first, nbytes, _ = part
-    if parts and parts[-1][0] == row:
+    if parts and parts[-1][0] == row and parts[-1][1] + parts[-1][2] == first:
         _, begin, before, at = parts[-1]
-        assert begin + before == first
         parts[-1] = (row, begin, before + nbytes, at)
     else:
         parts.append(part)
+
+
+def box_spans(
+    row: int, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int
+) -> Iterator[Span]:
+    """The bytes of a row that hold a box of its elements; gaps shorter than a piece are read along.
+
+    Args:
+        row: of the table.
+        shape: of the row.
+        offsets: where the box begins.
+        sizes: of the box.
+        itemsize: bytes of one element.
+    """
+    if not all(sizes):
+        return
+    strides = [itemsize] * len(shape)
+    for d in range(len(shape) - 2, -1, -1):
+        strides[d] = strides[d + 1] * shape[d + 1]
+    # Dimensions whose steps are longer than a piece are walked, the rest is one span.
+    outer = next((d for d, stride in enumerate(strides) if stride <= PIECE_BYTES), len(shape))
+    begin = sum(at * stride for at, stride in zip(offsets[outer:], strides[outer:], strict=True))
+    length = itemsize + sum((n - 1) * step for n, step in zip(sizes[outer:], strides[outer:], strict=True))
+    walked = [range(at, at + n) for at, n in zip(offsets[:outer], sizes[:outer], strict=True)]
+    for index in itertools.product(*walked):
+        at = sum(i * stride for i, stride in zip(index, strides[:outer], strict=True))
+        yield row, begin + at, length
 
 
 def whole_shard(number: int, record: ShardRecord, block_bytes: int) -> Iterator[Run]:

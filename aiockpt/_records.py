@@ -80,7 +80,9 @@ def count_items(table: TensorTable) -> list[ItemRecord]:
     for row, path in enumerate(table.path):
         item = path.partition("/")[0]
         tensors, nbytes = counts.get(item, (0, 0))
-        counts[item] = (tensors + 1, nbytes + (table.nbytes[row] if table.alias[row] < 0 else 0))
+        # Of a tensor in several chunks only the first one counts.
+        first = not any(table.offsets(row))
+        counts[item] = (tensors + first, nbytes + (table.nbytes[row] if table.alias[row] < 0 else 0))
     return [ItemRecord(name, *count) for name, count in counts.items()]
 
 

@@ -1,7 +1,6 @@
 """What a checkpoint holds: manifest and parts decoded, and an outline of the state.
 
-Decoding checks every number once, so that no later code needs to doubt one. It goes
-page by page and belongs in a thread.
+`_decode` makes it and checks every number once, so that no later code needs to doubt one.
 """
 
 from __future__ import annotations
@@ -10,24 +9,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ._manifest import (
-    FORMAT,
-    FileRecord,
-    Manifest,
-    NodePage,
-    Part,
-    ShardRecord,
-    ValuePage,
-    decode_page,
-    decode_part,
-)
+from ._manifest import Manifest, ShardRecord
 from ._plain import Json
-from ._reads import check_extents
-from ._table import TensorTable, decode_table
+from ._spread import Spread
+from ._table import TensorTable
 from ._tree import ancestors, join, key_text, split
-from .errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
+from .errors import CorruptCheckpointError
 
-__all__ = ["NOTHING", "Outline", "Saved", "decode_saved", "located"]
+__all__ = ["NOTHING", "Outline", "Saved", "located"]
 
 Kind = Literal["tensor", "plain", "container"]
 
@@ -46,6 +35,13 @@ class Saved:
     node_paths: list[str] = field(default_factory=list)
     node_tags: list[str] = field(default_factory=list)
     node_metas: list[Json] = field(default_factory=list)
+    spread: Spread | None = None
+    """Where the tensors' bytes lie, if one row a tensor does not say it."""
+
+    @property
+    def stored(self) -> TensorTable:
+        """The rows as they lie in the shards: whole tensors, and chunks of what several ranks wrote."""
+        return self.table if self.spread is None else self.spread.stored
 
     @property
     def tensor_seq(self) -> Sequence[int]:
@@ -73,75 +69,12 @@ class Saved:
         return row if alias < 0 else alias
 
 
-def decode_saved(manifest: Manifest, parts: Sequence[tuple[FileRecord, bytes]]) -> Saved:
-    """Decode the parts of a checkpoint; blocking, for a thread.
-
-    Raises:
-        CorruptCheckpointError: a part is damaged or does not fit the manifest.
-        UnsupportedFormatError: a part is of a newer format.
-        CheckpointError: several processes wrote it.
-    """
-    step = manifest.step
-    if len(parts) != 1:
-        if not parts:
-            raise CorruptCheckpointError("the manifest names no part", step=step)
-        raise CheckpointError(
-            f"step {step} has {len(parts)} parts, one for each process that wrote it: this aiockpt "
-            "reads checkpoints of a single process",
-            step=step,
-        )
-    record, data = parts[0]
-    part = decode_part(data, record, step=step)
-    try:
-        _check_part(manifest, part, record.name)
-        table = decode_table(part, file=record.name, step=step)
-        problem = check_extents(table, part.shards)
-        if problem:
-            path = table.path[problem[0]] if problem[0] >= 0 else None
-            raise CorruptCheckpointError(problem[1], file=record.name, path=path)
-        saved = Saved(manifest, table, part.shards)
-        _decode_pages(saved, part, record.name)
-    except CorruptCheckpointError as error:
-        raise located(error, step, record.name) from error
-    return saved
-
-
 def located(error: CorruptCheckpointError, step: int, file: str) -> CorruptCheckpointError:
     """The same error with step and file where it lacks them; the message is made of these."""
     if error.step is not None and error.file is not None:
         return error
     step = step if error.step is None else error.step
     return CorruptCheckpointError(error.reason, step=step, file=error.file or file, path=error.path)
-
-
-def _check_part(manifest: Manifest, part: Part, file: str) -> None:
-    if not 0 <= part.format <= FORMAT:
-        raise UnsupportedFormatError(part.format, FORMAT, step=manifest.step, file=file)
-    if part.save_id != manifest.save_id or (part.rank, part.world) != (0, 1):
-        raise CorruptCheckpointError("the part belongs to another save", file=file)
-    shards = {record.name: record for record in manifest.files if record.kind == "shard"}
-    for shard in part.shards:
-        record = shards.pop(shard.name, None)
-        if record is None or record.size != shard.size or record.digest != shard.digest():
-            raise CorruptCheckpointError(
-                "the part and the manifest do not agree on it", step=manifest.step, file=shard.name
-            )
-    if shards:
-        raise CorruptCheckpointError("no part knows the file", step=manifest.step, file=next(iter(shards)))
-
-
-def _decode_pages(saved: Saved, part: Part, file: str) -> None:
-    for raw in part.values:
-        values = decode_page(raw, ValuePage, file=file)
-        saved.value_seq += values.seq
-        saved.value_paths += values.path
-        saved.values += values.value
-    for raw in part.nodes:
-        nodes = decode_page(raw, NodePage, file=file)
-        saved.node_seq += nodes.seq
-        saved.node_paths += nodes.path
-        saved.node_tags += nodes.tag
-        saved.node_metas += nodes.meta
 
 
 NOTHING: Any = object()

@@ -1,7 +1,9 @@
 """The tensor table in memory: one column a fact, one row a tensor.
 
 Rows are in the order of the state. A row that is tied to an earlier one (`alias`)
-has no bytes of its own. The pages of a part are slices of these columns.
+has no bytes of its own. A row may be a chunk of a larger tensor; its shape is then the
+chunk's own, and several rows may have its path. The pages of a part are slices of these
+columns.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from ._chunks import Chunk
 from ._dtypes import BY_NAME
 from ._manifest import PAGE_ROWS, Part, TensorPage, decode_page, encode_page
 from .errors import CorruptCheckpointError
@@ -32,6 +35,8 @@ class TensorTable:
     shard: list[int] = field(default_factory=list)
     """-1 while unplanned, and for tied rows."""
     begin: list[int] = field(default_factory=list)
+    chunks: dict[int, Chunk] = field(default_factory=dict)
+    """For the rows that are not whole tensors: the shape of the whole, and where they lie in it."""
 
     def __len__(self) -> int:
         return len(self.path)
@@ -47,6 +52,16 @@ class TensorTable:
         self.alias.append(alias)
         self.shard.append(-1)
         self.begin.append(0)
+
+    def whole(self, row: int) -> Shape:
+        """The shape of the tensor that a row is (a chunk of)."""
+        chunk = self.chunks.get(row)
+        return self.shape[row] if chunk is None else chunk[0]
+
+    def offsets(self, row: int) -> Shape:
+        """Where a row lies in its tensor."""
+        chunk = self.chunks.get(row)
+        return (0,) * len(self.shape[row]) if chunk is None else chunk[1]
 
     def stored(self) -> list[int]:
         """The rows that some shard must hold, those without bytes included."""
@@ -64,6 +79,7 @@ def to_pages(table: TensorTable, dtypes: list[str]) -> list[TensorPage]:
     for at in range(0, len(table), PAGE_ROWS):
         cut = slice(at, at + PAGE_ROWS)
         shapes = table.shape[cut]
+        chunks = {row - at: table.chunks[row] for row in table.chunks if at <= row < at + PAGE_ROWS}
         pages.append(
             TensorPage(
                 seq=table.seq[cut],
@@ -75,6 +91,9 @@ def to_pages(table: TensorTable, dtypes: list[str]) -> list[TensorPage]:
                 shard=table.shard[cut],
                 begin=table.begin[cut],
                 alias=table.alias[cut],
+                chunk=list(chunks),
+                whole=[size for whole, _ in chunks.values() for size in whole],
+                offsets=[size for _, offsets in chunks.values() for size in offsets],
             )
         )
     return pages
@@ -101,7 +120,7 @@ def decode_table(part: Part, *, file: str, step: int | None = None) -> TensorTab
 
 
 def _append(table: TensorTable, page: TensorPage, part: Part, file: str) -> None:
-    at = 0
+    at, first = 0, len(table)
     for i, ndim in enumerate(page.ndim):
         shape = tuple(page.dims[at : at + ndim])
         at += ndim
@@ -114,11 +133,17 @@ def _append(table: TensorTable, page: TensorPage, part: Part, file: str) -> None
         table.add(page.seq[i], page.path[i], name, shape, page.flags[i], page.alias[i])
     table.shard[-len(page.path) :] = page.shard
     table.begin[-len(page.path) :] = page.begin
+    at = 0
+    for i in page.chunk:
+        end = at + page.ndim[i]
+        table.chunks[first + i] = (tuple(page.whole[at:end]), tuple(page.offsets[at:end]))
+        at = end
 
 
 def _check(table: TensorTable, part: Part, file: str, step: int | None) -> None:
     """Bounds of everything, so that no later code needs to doubt a number."""
-    if len(set(table.path)) != len(table.path):
+    whole = {path for i, path in enumerate(table.path) if i not in table.chunks}
+    if len(whole) + len(table.chunks) != len(table.path) or any(table.path[i] in whole for i in table.chunks):
         raise CorruptCheckpointError("two tensors have one path", step=step, file=file)
     for i, nbytes in enumerate(table.nbytes):
         problem = _row_problem(table, part, i, nbytes)
@@ -128,6 +153,8 @@ def _check(table: TensorTable, part: Part, file: str, step: int | None) -> None:
 
 def _row_problem(table: TensorTable, part: Part, i: int, nbytes: int) -> str | None:
     alias = table.alias[i]
+    if alias >= 0 and (i in table.chunks or alias in table.chunks):
+        return "a part of a tensor is tied to something"
     if alias >= 0:
         same = alias < i and table.alias[alias] < 0 and table.dtype[alias] == table.dtype[i]
         return None if same and table.shape[alias] == table.shape[i] else "it is tied to no such tensor"

@@ -21,6 +21,7 @@ import torch
 from ._dtypes import BY_NAME, NAME
 from ._plan import boxes
 from ._reads import Part
+from ._spread import Spread
 from ._table import Shape, TensorTable
 from .errors import CheckpointError, CorruptCheckpointError
 
@@ -37,13 +38,18 @@ _WRITABLE: Final = 0x200
 
 @dataclass(slots=True)
 class Targets:
-    """The tensors that one load fills, by row of the checkpoint's table."""
+    """The tensors that one load fills, by row of the checkpoint's table.
+
+    Reads speak of stored rows: these are the table's own, unless `spread` says otherwise.
+    """
 
     table: TensorTable
     fresh: dict[int, torch.Tensor] = field(default_factory=dict)
     """New tensors, one a row, that nobody else has seen yet."""
     living: dict[int, list[tuple[str, torch.Tensor]]] = field(default_factory=dict)
     """(path, tensor) of the caller's own; only verified bytes may go there."""
+    spread: Spread | None = None
+    """Which stored rows make up which tensor, where these are not the same."""
 
     def add_living(self, row: int, path: str, tensor: torch.Tensor) -> None:
         """A tensor of the caller's that wants the row; the same one twice is filled once."""
@@ -52,16 +58,33 @@ class Targets:
             there.append((path, tensor))
 
     def rows(self) -> set[int]:
-        """The rows whose bytes are needed; the meta device needs none."""
-        return {row for row, tensor in self.fresh.items() if not tensor.is_meta} | self.living.keys()
+        """The stored rows whose bytes are needed; the meta device needs none."""
+        rows = {row for row, tensor in self.fresh.items() if not tensor.is_meta} | self.living.keys()
+        return rows if self.spread is None else set(self.spread.stored_rows(rows))
+
+    def living_rows(self) -> set[int]:
+        """The stored rows that fill something of the caller's."""
+        return set(self.living) if self.spread is None else set(self.spread.stored_rows(self.living))
 
     def direct(self) -> set[int]:
-        """The rows that unverified bytes may be read into: new, in host memory, and wanted once."""
-        return {row for row, tensor in self.fresh.items() if tensor.is_cpu and row not in self.living}
+        """The stored rows that unverified bytes may be read into: new, in host memory, and wanted once."""
+        rows = {row for row, tensor in self.fresh.items() if tensor.is_cpu and row not in self.living}
+        spread = self.spread
+        if spread is None:
+            return rows
+        return {
+            row
+            for row in spread.stored_rows(rows)
+            if spread.view(self.fresh[spread.owner[row]], row).is_contiguous()
+        }
 
     def memory(self, row: int, first: int, nbytes: int) -> memoryview:
         """A part of a new tensor's memory; valid as long as the tensor. Only where `direct`."""
-        return _as_memoryview(self.fresh[row].data_ptr() + first, nbytes, _WRITABLE).cast("B")
+        if self.spread is None:
+            begin = self.fresh[row].data_ptr()
+        else:
+            begin = self.spread.view(self.fresh[self.spread.owner[row]], row).data_ptr()
+        return _as_memoryview(begin + first, nbytes, _WRITABLE).cast("B")
 
     def fill(self, parts: Iterable[Part], block: torch.Tensor, touched: dict[str, None]) -> None:
         """Copy verified bytes out of a block; blocking, for a thread.
@@ -71,18 +94,22 @@ class Targets:
             block: uint8.
             touched: paths of the caller's tensors are noted here before they are written to.
         """
-        table = self.table
+        table, spread = self.table, self.spread
         for row, first, nbytes, at in parts:
             data = block[at : at + nbytes]
-            tensor = self.fresh.get(row)
+            owner = row if spread is None else spread.owner[row]
+            tensor = self.fresh.get(owner)
             if tensor is not None and not tensor.is_meta:
-                fill_tensor(tensor, table.dtype[row], first, data)
-            for path, tensor in self.living.get(row, ()):
+                fill_tensor(self._view(tensor, row), table.dtype[owner], first, data)
+            for path, tensor in self.living.get(owner, ()):
                 touched[path] = None
-                fill_tensor(tensor, table.dtype[row], first, data)
+                fill_tensor(self._view(tensor, row), table.dtype[owner], first, data)
                 # As any write in place: a backward that still needs the old values must hear of it.
                 if not tensor.is_inference():
                     torch.autograd.graph.increment_version(tensor)
+
+    def _view(self, tensor: torch.Tensor, row: int) -> torch.Tensor:
+        return tensor if self.spread is None else self.spread.view(tensor.detach(), row)
 
 
 def fill_tensor(tensor: torch.Tensor, dtype: str, first: int, data: torch.Tensor) -> None:

@@ -82,7 +82,7 @@ async def _check_header(fetch: Fetch, saved: Saved, number: int) -> None:
     source = await fetch.place.open(record.name)
     try:
         fetch.place.check_size(source, record.name, record.size)
-        rows = [row for row in saved.table.stored() if saved.table.shard[row] == number]
+        rows = [row for row in saved.stored.stored() if saved.stored.shard[row] == number]
         if record.header > _longest(saved, rows):
             raise fetch.place.corrupt(
                 f"a header of {record.header} bytes is too long for its tensors", record.name
@@ -96,7 +96,7 @@ async def _check_header(fetch: Fetch, saved: Saved, number: int) -> None:
 
 def _longest(saved: Saved, rows: Sequence[int]) -> int:
     """Bytes of the longest sound header: what a hostile one makes us parse has a bound."""
-    table = saved.table
+    table = saved.stored
     return _FIXED + sum(_ENTRY + 6 * len(table.path[row]) + 20 * len(table.shape[row]) for row in rows)
 
 
@@ -118,7 +118,7 @@ def header_problem(data: bytes, saved: Saved, rows: Sequence[int]) -> str | None
         saved: the checkpoint.
         rows: the rows that the part puts into this shard.
     """
-    if _is_as_written(data, saved.table, rows):
+    if _is_as_written(data, saved.stored, rows):
         return None
     if len(data) < 8 or int.from_bytes(data[:8], "little") != len(data) - 8:
         return "the header's length field is wrong"
@@ -181,7 +181,7 @@ def _fact(entry: Any) -> Fact:
 
 def _compare(found: dict[str, Fact], saved: Saved, rows: Sequence[int]) -> str | None:
     """The header's entries against the part's rows, one to one."""
-    table = saved.table
+    table = saved.stored
     open_rows: dict[Fact, list[int]] = {}
     for row in rows:
         dtype = safetensors_name(table.dtype[row])

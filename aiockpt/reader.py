@@ -14,13 +14,14 @@ from functools import partial
 from typing import Any
 
 from ._apply import hand_over
+from ._decode import decode_saved
 from ._devices import Devices, MapLocation
 from ._fetch import Fetch, LoadProgress, Place
 from ._listing import Candidate, check_files, read_manifest
 from ._loading import LoadPlan, as_paths, plan_load, rebuild_state
 from ._manifest import PIECE_BYTES, FileRecord, Manifest, digest
 from ._memory import BLOCK_BYTES, MIN_BLOCKS, BlockPool, ByteBudget
-from ._saved import Saved, decode_saved
+from ._saved import Saved
 from ._threads import offload
 from ._verify import VerifyReport, verify_files
 from ._wants import gather
@@ -195,7 +196,7 @@ class CheckpointReader:
             raise UsageError("atomic=True means to verify first: it does not go with verify=False")
         saved = await self.metadata()
         pool = BlockPool(self._budget, block_bytes=block_bytes(self._budget))
-        fetch = Fetch(self.place, saved.table, saved.shards, pool, verify, progress)
+        fetch = Fetch(self.place, saved.stored, saved.shards, pool, verify, progress)
         living = plan.living() if atomic else []
         later = {id(run) for run in living}
         first = [run for run in plan.runs if id(run) not in later]
@@ -239,7 +240,7 @@ class CheckpointReader:
         size = block_bytes(self._budget)
         pool = BlockPool(self._budget, block_bytes=size)
         try:
-            return await verify_files(Fetch(self.place, saved.table, saved.shards, pool), saved, size)
+            return await verify_files(Fetch(self.place, saved.stored, saved.shards, pool), saved, size)
         except FileNotFoundError as error:
             raise await self._gone(error) from error
         finally:

@@ -18,7 +18,7 @@ from ._capture import Captured, capture
 from ._commit import commit
 from ._content import Content, SavePlan
 from ._door import is_stuck, translate
-from ._items import TensorItem, TensorSpec, captured_items
+from ._items import ChunkSpec, TensorItem, TensorSpec, captured_items
 from ._manifest import PartRecord, ShardRecord
 from ._memory import BlockPool
 from ._names import StepNames, new_save_id
@@ -32,7 +32,7 @@ from .layouts import Layout
 from .layouts.per_item import PerItem
 from .storage import Attempt, Store, open_store
 
-__all__ = ["CheckpointWriter", "SavePlan", "TensorItem", "TensorSpec"]
+__all__ = ["CheckpointWriter", "ChunkSpec", "SavePlan", "TensorItem", "TensorSpec"]
 
 
 T = TypeVar("T")
@@ -56,11 +56,13 @@ class CheckpointWriter:
         markers: names of empty files that a publisher may put beside them after the commit.
         layout: which tensor goes into which file.
         pool: host memory shared with other saves.
-        rank: this process's number; rank 0 must have staged before others do.
+        rank: this process's number; rank 0 must have staged before others do, unless they
+            are given an `attempt`.
         world: how many ranks write a part.
         allow_pickle: store what has no codec as a pickle.
         generation: how often the step had been written before.
         progress: counts bytes for somebody else too.
+        attempt: begun or attached already, of the same name and save id; ours from now on.
 
     Raises:
         UsageError: an argument is wrong. Nothing was written.
@@ -88,6 +90,7 @@ class CheckpointWriter:
         allow_pickle: bool = False,
         generation: int = 0,
         progress: Progress | None = None,
+        attempt: Attempt | None = None,
     ) -> None:
         self.store = open_store(run)
         self.step = step
@@ -106,7 +109,7 @@ class CheckpointWriter:
         self._allow_pickle = allow_pickle
         self._filled: list[Job] | None = None
         self._pipeline: Pipeline | None = None
-        self._attempt: Attempt | None = None
+        self._attempt = attempt
         self._task: asyncio.Task[list[ShardRecord]] | None = None
         self._reached_staged = asyncio.Event()
         self._beginning = False
@@ -194,8 +197,9 @@ class CheckpointWriter:
     async def _begin(self, captured: Captured) -> None:
         if self._pool is None:
             self._pool = await self._reserve.pool(self._content.plan())
-        join = self.store.attach if self._content.rank else self.store.begin
-        self._attempt = await join(self.name, self.save_id)
+        if self._attempt is None:
+            join = self.store.attach if self._content.rank else self.store.begin
+            self._attempt = await join(self.name, self.save_id)
         filled, self._filled = self._filled, None
         self._pipeline = Pipeline(
             self._attempt,

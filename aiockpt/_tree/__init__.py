@@ -9,7 +9,7 @@ number in pre-order, so that the tables merge back into the order of the state, 
 
 from __future__ import annotations
 
-from .._paths import Key, Selection, ancestors, item_of, join, key_text, parse_key, selects, split
+from .._paths import Key, Selection, ancestors, in_order, item_of, join, key_text, parse_key, selects, split
 from .._plain import MAX_DEPTH, Json
 from .columns import Columns, find, host_tensors, wanted_tensors
 from .decode import decode_value
@@ -31,6 +31,7 @@ __all__ = [
     "find",
     "flatten",
     "host_tensors",
+    "in_order",
     "item_of",
     "join",
     "key_text",
