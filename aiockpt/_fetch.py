@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import anyio
 import torch
@@ -21,14 +21,13 @@ import xxhash
 
 from ._manifest import HEX, PIECE_BYTES, ShardRecord, digest
 from ._memory import Block, BlockPool
-from ._reads import Run
+from ._reads import Part, Run
 from ._table import TensorTable
-from ._targets import Targets
 from ._threads import offload
 from .errors import CorruptCheckpointError, StorageError
 from .storage import Source, Store
 
-__all__ = ["Fetch", "LoadProgress", "Place", "in_parallel"]
+__all__ = ["Fetch", "Filling", "LoadProgress", "Place", "in_parallel"]
 
 WORKERS: Final = 4
 """Reads in flight."""
@@ -105,6 +104,16 @@ class Place:
             raise StorageError.wrap(error, "read", file=file, step=self.step) from error
 
 
+class Filling(Protocol):
+    """Takes what is read; `Targets` is one."""
+
+    def memory(self, row: int, first: int, nbytes: int) -> memoryview:
+        """Where bytes of a row may be read to directly; only for runs that are `direct`."""
+
+    def fill(self, parts: Iterable[Part], block: torch.Tensor, touched: dict[str, None]) -> None:
+        """Copy verified bytes out of a block; in a thread, several at a time."""
+
+
 @dataclass(slots=True)
 class _Open:
     """A shard's file and how many reads it is still needed for."""
@@ -142,7 +151,7 @@ class Fetch:
     def __post_init__(self) -> None:
         self._order = self.pool.budget.next_order()
 
-    async def fill(self, runs: Sequence[Run], targets: Targets | None = None) -> None:
+    async def fill(self, runs: Sequence[Run], targets: Filling | None = None) -> None:
         """Read the runs into the targets; without targets, only verify.
 
         Args:
@@ -235,14 +244,14 @@ class Fetch:
                 await offload(state.update, view)
         return state.hexdigest()
 
-    async def _read_staged(self, source: Source, run: Run, targets: Targets | None) -> None:
+    async def _read_staged(self, source: Source, run: Run, targets: Filling | None) -> None:
         record = self.shards[run.shard]
         async with self.block() as block:
             view = block.view[: run.nbytes]
             await self.place.read(source, record.name, record.header + run.offset, [view])
             await offload(self._take, run, [view], block.tensor, targets)
 
-    async def _read_direct(self, source: Source, run: Run, targets: Targets) -> None:
+    async def _read_direct(self, source: Source, run: Run, targets: Filling) -> None:
         record = self.shards[run.shard]
         buffers = [targets.memory(row, first, nbytes) for row, first, nbytes, _ in run.parts]
         await self.place.read(source, record.name, record.header + run.offset, buffers)
@@ -250,7 +259,7 @@ class Fetch:
             await offload(self._check, run, buffers)
 
     def _take(
-        self, run: Run, buffers: Sequence[memoryview], block: torch.Tensor, targets: Targets | None
+        self, run: Run, buffers: Sequence[memoryview], block: torch.Tensor, targets: Filling | None
     ) -> None:
         """Verify a block and copy what it holds to the targets."""
         if self.verify:

@@ -16,11 +16,12 @@ from typing import Any
 from ._apply import hand_over
 from ._decode import decode_saved
 from ._devices import Devices, MapLocation
-from ._fetch import Fetch, LoadProgress, Place
+from ._fetch import Fetch, Filling, LoadProgress, Place
 from ._listing import Candidate, check_files, read_manifest
 from ._loading import LoadPlan, as_paths, plan_load, rebuild_state
 from ._manifest import PIECE_BYTES, FileRecord, Manifest, digest
 from ._memory import BLOCK_BYTES, MIN_BLOCKS, BlockPool, ByteBudget
+from ._reads import Span, plan_span_reads
 from ._saved import Saved
 from ._threads import offload
 from ._verify import VerifyReport, verify_files
@@ -211,6 +212,28 @@ class CheckpointReader:
         except CorruptCheckpointError as error:
             error.touched = tuple(sorted(fetch.touched))
             raise
+        finally:
+            pool.close()
+
+    async def read_spans(self, spans: Iterable[Span], into: Filling, *, verify: bool = True) -> None:
+        """Read some bytes of stored rows; what is read goes to `into`, verified, in threads.
+
+        Args:
+            spans: (row of `metadata().stored`, first byte, bytes); none is wanted twice.
+            into: takes the blocks.
+            verify: whether bytes are checked.
+
+        Raises:
+            As `read`.
+        """
+        saved = await self.metadata()
+        size = block_bytes(self._budget)
+        runs = await offload(plan_span_reads, saved.stored, saved.shards, list(spans), (), size)
+        pool = BlockPool(self._budget, block_bytes=size)
+        try:
+            await Fetch(self.place, saved.stored, saved.shards, pool, verify).fill(runs, into)
+        except FileNotFoundError as error:
+            raise await self._gone(error) from error
         finally:
             pool.close()
 
