@@ -58,7 +58,7 @@ from .stats import SaverStats
 from .storage import Store, open_store
 from .values import Record, register_leaf
 from .values.rng import RngState
-from .writer import CheckpointWriter, SavePlan, TensorSpec
+from .writer import CheckpointWriter, ChunkSpec, SavePlan, TensorSpec
 
 __all__ = [
     "BusyError",
@@ -68,6 +68,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointReader",
     "CheckpointWriter",
+    "ChunkSpec",
     "CommitUnknownError",
     "Conversion",
     "CorruptCheckpointError",

@@ -35,7 +35,7 @@ def start_server() -> None:
     """Start the server that ranks are forked from; what it opens stays open for good."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.dcp_states"])
+    context.set_forkserver_preload(["tests.dcp_preload"])
     process = context.Process(target=_nothing)
     process.start()
     process.join()
@@ -65,9 +65,7 @@ def run(world: int, case: Case, *args: Any, may_die: tuple[int, ...] = ()) -> li
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
             where = f"file://{meeting}/store"
-            process = context.Process(
-                target=_rank, args=(theirs, where, rank, world, case, args), daemon=True
-            )
+            process = context.Process(target=_rank, args=(theirs, where, rank, world, case, args))
             process.start()
             theirs.close()
             members.append((process, ours))

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -94,9 +95,9 @@ def save_mixed(run: Path, step: int, stock: Path | None = None) -> Any:
     """Save the mixed state; with torch's own writer as well, if wanted."""
     writer = AioStorageWriter(metrics={"loss": 0.5})
     state = mixed_state(full_tensors())
-    dcp.save(state, checkpoint_id=run / f"step-{step:08d}", storage_writer=writer)
+    save(state, checkpoint_id=run / f"step-{step:08d}", storage_writer=writer)
     if stock is not None:
-        dcp.save(state, checkpoint_id=stock)
+        save(state, checkpoint_id=stock)
     return writer.checkpoint
 
 
@@ -111,7 +112,7 @@ def load_mixed(run: Path, step: int, stock: Path | None = None) -> list[str]:
     for other_way in (False, True):
         state: dict[str, Any] = {"model": sharded(zeros(), other_way=other_way), "step": 0, "pair": ()}
         state["layers"] = [{"w": torch.zeros(2)}, {"w": torch.ones(2), "name": ""}]
-        dcp.load(state, storage_reader=AioStorageReader(run / f"step-{step:08d}"))
+        load(state, storage_reader=AioStorageReader(run / f"step-{step:08d}"))
         bad += wrong(state["model"])
         if state["step"] != 12 or state["pair"][1] != "text" or state["layers"][1]["name"] != "b":
             bad.append("an object")
@@ -119,7 +120,7 @@ def load_mixed(run: Path, step: int, stock: Path | None = None) -> list[str]:
             bad.append("a tensor beside the model")
         if stock is not None:
             theirs: dict[str, Any] = {"model": sharded(zeros(), other_way=other_way)}
-            dcp.load(theirs, checkpoint_id=stock)
+            load(theirs, checkpoint_id=stock)
             bad += [f"stock {name}" for name in wrong(theirs["model"])]
             for name, tensor in theirs["model"].items():
                 if not torch.equal(tensor.to_local(), state["model"][name].to_local()):
@@ -169,8 +170,8 @@ def train_and_save(run: Path, stock: Path, fsdp: bool) -> list[torch.Tensor]:
     model, optimizer = trained(1, fsdp=fsdp)
     model_state, optim_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optim": optim_state}
-    dcp.save(state, checkpoint_id=run / "step-00000002", storage_writer=AioStorageWriter())
-    dcp.save(state, checkpoint_id=stock)
+    save(state, checkpoint_id=run / "step-00000002", storage_writer=AioStorageWriter())
+    save(state, checkpoint_id=stock)
     train(model, optimizer, 1)
     return whole(model)
 
@@ -181,11 +182,11 @@ def load_and_train(run: Path, stock: Path, fsdp: bool) -> dict[str, list[torch.T
     for name in ("ours", "stock"):
         model, optimizer = trained(99, fsdp=fsdp, steps=1)
         model_state, optim_state = get_state_dict(model, optimizer)
-        state = {"model": model_state, "optim": optim_state}
+        state: dict[str, Any] = {"model": model_state, "optim": optim_state}
         if name == "ours":
-            dcp.load(state, storage_reader=AioStorageReader(run / "step-00000002"))
+            load(state, storage_reader=AioStorageReader(run / "step-00000002"))
         else:
-            dcp.load(state, checkpoint_id=stock)
+            load(state, checkpoint_id=stock)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
         train(model, optimizer, 1)
         after[name] = whole(model)
@@ -202,7 +203,7 @@ def load_sharded(run: Path, step: int, names: dict[str, tuple[int, ...]]) -> dic
         for key in above:
             box = box.setdefault(key, {})
         box[name] = distribute_tensor(torch.zeros(shape), row, [Shard(0)])
-    dcp.load(targets, storage_reader=AioStorageReader(run / f"step-{step:08d}"))
+    load(targets, storage_reader=AioStorageReader(run / f"step-{step:08d}"))
     found = {}
     for path in names:
         box = targets
