@@ -224,7 +224,14 @@ async def test_a_lost_part_is_damage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"chunk": [2]}, {"chunk": [0, 0]}, {"chunk": [-1]}, {"whole": [4, 4]}, {"offsets": [-1]}, {"offsets": []}],
+    [
+        {"chunk": [2]},
+        {"chunk": [0, 0]},
+        {"chunk": [-1]},
+        {"whole": [4, 4]},
+        {"offsets": [-1]},
+        {"offsets": []},
+    ],
 )
 def test_a_page_with_bad_chunks_is_damage(changes: dict[str, list[int]]) -> None:
     """Columns of chunks are checked like all others."""

@@ -23,6 +23,7 @@ PAGES = [
     "docs/publishing.md",
     "docs/keep-and-when.md",
     "docs/sharing-a-run.md",
+    "docs/dcp.md",
     "docs/serving.md",
     "docs/convert.md",
 ]
@@ -49,6 +50,8 @@ def run(code: str, names: dict[str, Any]) -> None:
         asyncio.run(outcome)
 
 
+# DCP says this whenever it saves or loads in a single process.
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("page", PAGES)
 def test_code_of_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block of the page works, after the ones before it."""
