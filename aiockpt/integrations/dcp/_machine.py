@@ -135,9 +135,9 @@ class Outcome(Generic[T]):
         """What came of it; waits like `wait`."""
         return self.wait()
 
-    def then(self, call: Callable[[], None]) -> None:
-        """Call something quick once it has ended."""
-        self._future.add_done_callback(lambda _: call())
+    def then(self, call: Callable[[bool], None]) -> None:
+        """Call something quick once it has ended, with whether it failed."""
+        self._future.add_done_callback(lambda future: call(future.exception() is not None))
 
     def done(self) -> bool:
         """Whether it has ended."""

@@ -158,7 +158,7 @@ class AioStorageReader(StorageReader):
         load = self._load()
         lease = Lease()
         outcome = lease.start(lambda: load.read(plan.items, planner))
-        outcome.then(lease.close)
+        outcome.then(lambda failed: lease.close())
         self._loads.take()
         self._asked.pop(threading.get_ident(), None)
         return outcome

@@ -229,6 +229,11 @@ class Save:
                 log.warning("%s: %s could not be removed: %s", self._store.url, name, error)
         return checkpoint
 
+    def written(self, failed: bool) -> None:
+        """The end of this rank's work, but for a coordinator that may still commit."""
+        if failed or not self.is_coordinator:
+            self.close()
+
     def close(self) -> None:
         """Let go; what was not committed is removed in the background. Any number of times."""
         self.lease.close(self._abort if self.is_coordinator else None)

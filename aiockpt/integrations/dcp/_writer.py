@@ -161,10 +161,7 @@ class AioStorageWriter(StorageWriter):
             )
         save = self._save()
         outcome = save.lease.start(lambda: save.write(plan, planner))
-        if not save.is_coordinator:
-            # Its work ends with the write.
-            self._saves.take()
-            outcome.then(save.close)
+        outcome.then(save.written)
         return outcome
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
