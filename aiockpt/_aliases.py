@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import re
 import time
 from dataclasses import dataclass
@@ -19,13 +18,13 @@ from typing import Any, Final
 
 from ._clock import look
 from ._finding import Finder
+from ._log import log
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, CorruptCheckpointError, StepNotFoundError, StorageError, UsageError
 from .storage import Store
 
 __all__ = ["Aliases", "check_alias", "promoted"]
 
-log = logging.getLogger("aiockpt")
 
 FOLDER: Final = "aliases"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -6,7 +6,6 @@ saver's failures. `Saving` tells of events, on the loop, and returns at once.
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -15,6 +14,7 @@ from functools import partial
 
 from ._door import translate
 from ._ledger import Ledger
+from ._log import log
 from ._place import Places
 from ._preemption import Preemption
 from ._publishing import Publishing
@@ -30,8 +30,6 @@ from .stats import SaverStats, Tally
 from .storage import Store
 
 __all__ = ["Beside"]
-
-log = logging.getLogger("aiockpt")
 
 
 class Beside:
@@ -136,11 +134,11 @@ class Beside:
             "after_failure", Failure(step=pending.step, save_id=pending.save_id, error=error)
         )
 
-    def stats(self, skipped: int) -> SaverStats:
+    def stats(self, skipped: int, retained: int | None = None) -> SaverStats:
         """The numbers as they are now."""
         progress = [request.pending.progress for request in self.ledger.active]
         left = sum(max(0, p.total - p.written) for p in progress)
-        return self.tally.snapshot(pending_bytes=left, skipped=skipped)
+        return self.tally.snapshot(pending_bytes=left, skipped=skipped, retained=retained)
 
     # The end
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ._beside import Beside
 from ._due import Due
+from ._housekeeping import Housekeeping
 from ._ranks import Decision, Decisions, Kind
 from .errors import CheckpointError
 from .pending import PendingSave
@@ -14,6 +15,7 @@ class Facts:
     """The half of a saver that only looks."""
 
     _beside: Beside
+    _housekeeping: Housekeeping
     _due: Due
     _decisions: Decisions
 
@@ -30,7 +32,7 @@ class Facts:
     @property
     def stats(self) -> SaverStats:
         """What was saved so far and what it cost, as of now."""
-        return self._beside.stats(self._due.skipped)
+        return self._beside.stats(self._due.skipped, self._housekeeping.retention.retained)
 
     @property
     def stop_requested(self) -> str | None:

@@ -6,7 +6,6 @@ listed and being read was deleted by somebody else: the run is listed again.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
@@ -21,6 +20,7 @@ from ._listing import (
     read_manifest,
     read_run,
 )
+from ._log import log
 from ._manifest import Manifest
 from ._names import RUN_FILE
 from .checkpoint import Checkpoint
@@ -38,7 +38,6 @@ __all__ = ["Finder", "Found"]
 T = TypeVar("T")
 Found = tuple[Checkpoint, Manifest]
 
-log = logging.getLogger("aiockpt")
 
 TRIES: Final = 500
 """How often in a row the step we are at may be deleted before we give up."""

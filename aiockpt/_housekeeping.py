@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import AsyncIterator, Callable
 
+from ._log import log
 from ._retention import Retention
 from .policies import Keep
 from .policies.keep import KeepAll
 
 __all__ = ["Housekeeping"]
 
-log = logging.getLogger("aiockpt")
 
 UNWIND_TRIES = 5
 """How often, once a second, threads are written off until a pass has unwound."""

@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import errno
 import json
-import logging
 import re
 import time
 import uuid
@@ -32,6 +31,7 @@ from ._clock import look
 from ._finding import Found
 from ._holder import Holder
 from ._loader import Loader, LoadOptions
+from ._log import log
 from ._manifest import MANIFEST
 from ._pins import Pins
 from ._threads import Lane, offload, settle
@@ -41,7 +41,6 @@ from .storage import Entry, Store
 
 __all__ = ["Lease", "check_ttl", "is_ttl", "leased"]
 
-log = logging.getLogger("aiockpt")
 
 FOLDER: Final = "leases"
 NAME = re.compile(r"(?P<name>.+)\.(?P<save>[0-9a-f]{32})\.(?P<lease>[0-9a-f]{32})\.json", re.DOTALL)

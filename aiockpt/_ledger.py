@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import bisect
 import contextlib
-import logging
 from collections import deque
 from collections.abc import Sequence
 
+from ._log import log
 from ._request import Request
 from .errors import (
     BusyError,
@@ -25,8 +25,6 @@ from .errors import (
     UsageError,
 )
 from .pending import PendingSave
-
-log = logging.getLogger("aiockpt")
 
 KEPT = 100
 """How many past failures are remembered."""

@@ -11,6 +11,7 @@ from ._finding import Finder, Found
 from ._manifest import Manifest
 from ._memory import ByteBudget
 from .checkpoint import Checkpoint
+from .progress import look_at_load
 from .reader import CheckpointReader, Loaded, LoadProgress
 from .storage import Store
 
@@ -26,7 +27,7 @@ class LoadOptions(TypedDict, total=False):
     cast: bool
     verify: bool
     atomic: bool
-    progress: Callable[[LoadProgress], object] | None
+    progress: Callable[[LoadProgress], object] | bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +83,11 @@ class Loader:
         cast: bool = False,
         verify: bool = True,
         atomic: bool = False,
-        progress: Callable[[LoadProgress], object] | None = None,
+        progress: Callable[[LoadProgress], object] | bool | None = None,
     ) -> Loaded:
         plan = await reader.plan(into, paths=paths, map_location=map_location, strict=strict, cast=cast)
-        await reader.read(plan, verify=verify, atomic=atomic, progress=progress)
+        async with look_at_load(reader.step, progress) as told:
+            await reader.read(plan, verify=verify, atomic=atomic, progress=told)
         return await reader.apply(plan)
 
 

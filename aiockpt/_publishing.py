@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 
+from ._log import log
 from ._turns import Turns
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, PublishError
@@ -16,7 +16,6 @@ from .storage import Store
 
 __all__ = ["Publishing", "Sleep"]
 
-log = logging.getLogger("aiockpt")
 
 PAUSES = (0.5, 2.0, 8.0)
 """Seconds before each new try."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 from ._cgroup import memory_left
 from ._content import SavePlan
+from ._log import log
 from ._memory import BLOCK_BYTES, BlockPool, ByteBudget, budget_warning, default_budget
 from ._threads import Lane, offload
-
-log = logging.getLogger("aiockpt")
 
 
 class Reserve:

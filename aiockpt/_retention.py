@@ -13,11 +13,11 @@ the two sees the other. A failed deletion is logged, and tried again after the n
 
 from __future__ import annotations
 
-import logging
 import operator
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
+from ._log import log
 from .checkpoint import Checkpoint
 from .errors import UsageError
 from .policies import Keep
@@ -25,7 +25,6 @@ from .storage import Store
 
 __all__ = ["Pinned", "Retention", "goners"]
 
-log = logging.getLogger("aiockpt")
 
 Pinned = Callable[[], Awaitable[Collection[tuple[str, str]]]]
 """Gives (folder, save id) of what readers have leased or somebody promoted."""
@@ -98,6 +97,8 @@ class Retention:
         """Folders that a restore found damaged: they are evidence, and stand for nothing."""
         self.resumed_from: str | None = None
         """The folder the run was resumed from; it stays."""
+        self.retained: int | None = None
+        """How many checkpoints the last pass left; None before there was one."""
 
     def committed(self, name: str) -> None:
         """A checkpoint was committed just now: its grace time begins."""
@@ -119,18 +120,17 @@ class Retention:
         """
         return (await self._plan(keep, run_id))[0]
 
-    async def _plan(self, keep: Keep, run_id: str) -> tuple[list[Checkpoint], str]:
-        """What may be deleted, and the newest checkpoint's folder, which makes up for it."""
+    async def _plan(self, keep: Keep, run_id: str) -> tuple[list[Checkpoint], str, int]:
+        """What may be deleted; the newest one's folder, which makes up for it; how many there are."""
         found = [c for c in await self._listing() if c.name not in self.passed_over]
         protected = {name for name, _ in await self._pinned()}
         if self.resumed_from is not None:
             protected.add(self.resumed_from)
         if self.grace_left() > 0 and len(found) > 1:
             protected.add(sorted(found, key=lambda c: (c.step, c.generation))[-2].name)
-        newest = max(
-            (c for c in found if c.run_id == run_id), key=lambda c: (c.step, c.generation), default=None
-        )
-        return goners(found, keep, run_id, protected), "" if newest is None else newest.name
+        ours = [c for c in found if c.run_id == run_id]
+        newest = max(ours, key=lambda c: (c.step, c.generation), default=None)
+        return goners(found, keep, run_id, protected), "" if newest is None else newest.name, len(ours)
 
     async def apply(self, keep: Keep, run_id: str) -> list[int]:
         """Delete what may go; returns the steps that went.
@@ -143,13 +143,14 @@ class Retention:
         """
         gone: list[int] = []
         try:
-            doomed, newest = await self._plan(keep, run_id)
+            doomed, newest, found = await self._plan(keep, run_id)
         except OSError as error:
             log.warning("cannot look for checkpoints to delete, the next commit tries again: %s", error)
             return gone
         for checkpoint in doomed:
             if await self._delete(checkpoint, newest):
                 gone.append(checkpoint.step)
+        self.retained = found - len(gone)
         return gone
 
     async def retire(self, name: str) -> bool:

@@ -19,7 +19,6 @@ writer could still come in; what he would find is a whole step, never a mixture.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 import weakref
@@ -28,6 +27,7 @@ from dataclasses import replace
 from typing import Any
 
 from ._holder import Holder
+from ._log import log
 from ._pulse import Beat
 from ._threads import Lane, offload, settle
 from .errors import RunLockedError
@@ -35,7 +35,6 @@ from .storage import LockFile, Store
 
 __all__ = ["RunLock"]
 
-log = logging.getLogger("aiockpt")
 
 TTL = 30.0
 """Seconds without renewal after which others, who cannot know better, take a holder for dead."""

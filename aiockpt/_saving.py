@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +19,7 @@ from . import _threads
 from ._beside import Beside
 from ._door import forget_frames, translate
 from ._housekeeping import Housekeeping
+from ._log import ABOUT, log
 from ._place import Places
 from ._ranks import Coordinator
 from ._request import Request
@@ -31,8 +31,6 @@ from .storage import Store
 
 UNWIND_TRIES = 5
 """How often, once a second, threads are written off until the saves have unwound."""
-
-log = logging.getLogger("aiockpt")
 
 
 class Saving:
@@ -77,6 +75,7 @@ class Saving:
         pending._canceller = request.cancel
         self.ledger.begin(request)
         request.context.run(_threads.OWNER.set, self)
+        request.context.run(ABOUT.set, (self._store.url, request.step))
         name = f"aiockpt save of step {request.step}"
         request.task = pending._loop.create_task(self._run(request), name=name, context=request.context)
         request.task.add_done_callback(partial(self._see_off, request))

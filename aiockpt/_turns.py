@@ -8,13 +8,13 @@ hangs can be cancelled without losing those behind it.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from ._log import log
+
 __all__ = ["Turns"]
 
-log = logging.getLogger("aiockpt")
 
 UNWIND_SECONDS = 1.0
 """How long cancelled jobs may take to end."""

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import logging
 import random
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
+from ._log import log
 from ._threads import Lane, offload
 from .errors import UsageError
 from .storage import Store
 
 __all__ = ["Patience", "Waker", "as_poll"]
 
-log = logging.getLogger("aiockpt")
 
 JITTER: Final = 0.25
 LONGEST: Final = 30.0

@@ -8,7 +8,6 @@ variable closes it himself, or enters it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field, fields
 from types import TracebackType
@@ -23,8 +22,6 @@ from .checkpoint import Checkpoint
 from .errors import CheckpointError, StepNotFoundError, UsageError
 
 __all__ = ["Watch", "WatchOptions", "Watched", "wait_for"]
-
-log = logging.getLogger("aiockpt")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -169,7 +169,7 @@ class Catalog(Sharing):
                 a function from path to device). `strict=False`: fill what fits and report
                 the rest. `cast=True`: convert dtypes. `verify=False`: no checksums of data.
                 `atomic=True`: verify everything before touching anything. `progress`: a
-                function, told after each read.
+                function, told after each read, or True for a bar on a terminal.
 
         Returns:
             The state; with `into`, the `Checkpoint` with `.values`, `.report` and `.skipped`.

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import time
 from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ._log import log
 from ._turns import Turns
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, UsageError
@@ -28,7 +28,6 @@ from .pending import PendingSave
 
 __all__ = ["Failure", "Listener"]
 
-log = logging.getLogger("aiockpt")
 
 EVENTS = ("begin", "before_save", "after_stage", "after_commit", "after_failure", "end")
 

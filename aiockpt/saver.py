@@ -37,6 +37,7 @@ from .layouts import Layout
 from .pending import PendingSave
 from .policies import Keep, KeepFunction, When, as_keep
 from .policies.keep import KeepAll
+from .progress import SaveBars
 from .publish import Publisher, PublishFunction
 from .storage import Store, open_store
 
@@ -69,6 +70,7 @@ class Saver(Leaving):
         save_last: save at the end what `stage_if_due` last saw, if it is not committed.
         clock: monotonic seconds, for tests.
         listeners: told what happens to saves; see `aiockpt.listeners`.
+        progress: draw a bar for each save on a terminal, with rich or tqdm; on rank 0 only.
         publish: told of each commit after it happened (`aiockpt.publish`): publishers, or
             functions of a checkpoint.
         run_files: files of the whole run, by name: written to `RUN/files` in the background
@@ -100,6 +102,7 @@ class Saver(Leaving):
         save_last: bool = True,
         clock: Callable[[], float] = time.monotonic,
         listeners: Sequence[object] = (),
+        progress: bool = False,
         publish: Sequence[Publisher | PublishFunction] = (),
         run_files: Mapping[str, UserFile] | None = None,
         save_on_error: OnError | None = None,
@@ -131,7 +134,7 @@ class Saver(Leaving):
             self.store,
             Ledger(max_pending),
             self._places,
-            listeners=listeners,
+            listeners=(*listeners, SaveBars()) if progress else listeners,
             publish=publish,
             run_files=run_files,
             preemption=preemption,

@@ -31,6 +31,8 @@ class SaverStats:
     """Saves that were cancelled before their commit."""
     skipped: int = 0
     """Saves that were due and left out because others were under way."""
+    retained: int | None = None
+    """Checkpoints that the last pass of retention left; None before the first one and with `KeepAll`."""
     nbytes: int = 0
     """Bytes of all committed files."""
     pending_bytes: int = 0
@@ -117,7 +119,9 @@ class Tally:
         else:
             self._failed += 1
 
-    def snapshot(self, *, pending_bytes: int = 0, skipped: int = 0) -> SaverStats:
+    def snapshot(
+        self, *, pending_bytes: int = 0, skipped: int = 0, retained: int | None = None
+    ) -> SaverStats:
         """The numbers as they are now."""
         return SaverStats(
             saves=self._saves,
@@ -125,6 +129,7 @@ class Tally:
             failed=self._failed,
             cancelled=self._cancelled,
             skipped=skipped,
+            retained=retained,
             nbytes=self._nbytes,
             pending_bytes=pending_bytes,
             last_nbytes=self._last_nbytes,

@@ -42,8 +42,19 @@ import {module}
 assert not set(sys.modules) & set({missing!r}), sorted(sys.modules)
 """
 
-OPTIONAL = ("numpy", "sklearn", "scipy", "uvloop", "pytest", "hypothesis", "blockbuster", "psutil", "rich")
-PLUGGED_IN = ("aiockpt.cli", "aiockpt.integrations", "aiockpt.testing")
+OPTIONAL = (
+    "numpy",
+    "sklearn",
+    "scipy",
+    "uvloop",
+    "pytest",
+    "hypothesis",
+    "blockbuster",
+    "psutil",
+    "rich",
+    "tqdm",
+)
+PLUGGED_IN = ("aiockpt.cli", "aiockpt.integrations", "aiockpt.progress.", "aiockpt.testing")
 
 
 def _modules() -> list[str]:

@@ -6,7 +6,6 @@ goes on polling. Loaded only where watchfiles is installed, and only for runs in
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -14,9 +13,10 @@ from typing import Final
 
 import watchfiles
 
+from aiockpt._log import log
+
 __all__ = ["Notices"]
 
-log = logging.getLogger("aiockpt")
 
 FOLDERS: Final = ("", "aliases")
 """What is watched, in the run. Not what lies deeper: data that is being written is no news."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Generic, TypeVar
 
+from .._log import log
 from ..errors import UsageError
 
 __all__ = ["Bridge", "Make"]
@@ -23,7 +23,6 @@ __all__ = ["Bridge", "Make"]
 T = TypeVar("T")
 Make = Callable[[], Coroutine[Any, Any, T]]
 
-log = logging.getLogger("aiockpt")
 
 GRACE_SECONDS: Final = 1.0
 """How long calls of other threads may go on once the bridge closes."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 
+from .._log import log
 from .._pipeline import Progress
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError, DrainTimeoutError, UsageError
@@ -13,8 +13,6 @@ from ..pending import Phase
 from ._bridge import Bridge, Make
 
 __all__ = ["PendingSave"]
-
-log = logging.getLogger("aiockpt")
 
 
 class PendingSave:

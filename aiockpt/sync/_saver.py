@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import logging
 import threading
 import warnings
 import weakref
@@ -15,6 +14,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
 from .. import _calls, _threads, saver
+from .._log import log
 from .._owner import Owner
 from .._place import as_step
 from .._request import Request, SaveOptions
@@ -27,8 +27,6 @@ from ._facts import Facts
 from ._pending import PendingSave
 
 __all__ = ["Saver", "Staging"]
-
-log = logging.getLogger("aiockpt")
 
 
 class _AnyThread(Owner):

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import logging
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from aiockpt._log import log
 from aiockpt.pending import Phase
 
 __all__ = ["PendingDcpSave", "outcome"]
 
 T = TypeVar("T")
-
-log = logging.getLogger("aiockpt")
 
 
 class PendingDcpSave(Awaitable[Metadata]):

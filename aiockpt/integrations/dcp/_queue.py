@@ -6,19 +6,18 @@ import atexit
 import concurrent.futures
 import contextvars
 import functools
-import logging
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
+from aiockpt._log import log
 from aiockpt._threads import LaneExecutor
 
 __all__ = ["submit"]
 
 T = TypeVar("T")
 
-log = logging.getLogger("aiockpt")
 
 EXIT_SECONDS = 600.0
 """How long the interpreter's exit waits for calls that nobody drained."""
