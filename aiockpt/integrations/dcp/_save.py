@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import logging
 import os
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from aiockpt._capture import Captured
 from aiockpt._listing import read_run
+from aiockpt._log import log
 from aiockpt._manifest import MANIFEST, MANIFEST_LIMIT, PartRecord
 from aiockpt._memory import BlockPool
 from aiockpt._names import StepNames, new_save_id
@@ -37,8 +37,6 @@ from ._shares import Share, Ticket, share_out
 from ._where import Where
 
 __all__ = ["Options", "Save"]
-
-log = logging.getLogger("aiockpt")
 
 
 @dataclass(frozen=True)
