@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import struct
+import sys
+import types
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -414,3 +418,73 @@ async def test_what_is_of_no_known_format_is_said_so(tmp_path: Path) -> None:
     ):
         with pytest.raises(ForeignFormatError, match=match):
             await aiockpt.convert(tmp_path / name, tmp_path / "out", to="torch")
+
+
+# ---------------------------------------------------------------- transforms
+
+
+class _Zstd(types.ModuleType):
+    """Stands for the module zstandard: the same calls around another compression."""
+
+    class ZstdError(Exception): ...
+
+    class ZstdDecompressor:
+        def __init__(self, max_window_size: int) -> None:
+            assert 0 < max_window_size <= 8 << 20
+
+        def stream_reader(self, source: io.RawIOBase) -> Any:
+            return _Zstd.Reader(source)
+
+    class Reader:
+        def __init__(self, source: io.RawIOBase) -> None:
+            self.source, self.state = source, zlib.decompressobj()
+
+        def read(self, n: int) -> bytes:
+            while not self.state.eof:
+                try:
+                    data = self.state.decompress(
+                        self.state.unconsumed_tail or self.source.read(4096) or b"", n
+                    )
+                except zlib.error as error:
+                    raise _Zstd.ZstdError("no stream") from error
+                if data:
+                    return data
+            return b""
+
+
+def _packed(data: bytes, transform: str = "stream.zstd/1") -> tuple[bytes, bytes]:
+    """(metadata, data) of a folder with one compressed tensor of a million elements."""
+    box = meta.ChunkStorageMetadata(torch.Size([0]), torch.Size([1 << 20]))
+    entry = meta.TensorStorageMetadata(meta.TensorProperties(torch.uint8), torch.Size([1 << 20]), [box])
+    info = _StorageInfo("a.distcp", 0, len(data), [transform])
+    place = {meta.MetadataIndex("w", box.offsets): info}
+    return pickle.dumps(meta.Metadata({"w": entry}, storage_data=place)), data
+
+
+async def test_a_compressed_folder_is_read_where_its_module_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unpacked to its size; without the module the error says what to install."""
+    tensor = torch.arange(1 << 20).to(torch.uint8)
+    folder = _folder(tmp_path, *_packed(zlib.compress(torch_bytes(tensor))))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    await refused(folder, aiockpt.UsageError, "install zstandard")
+    monkeypatch.setitem(sys.modules, "zstandard", _Zstd("zstandard"))
+    await aiockpt.convert(folder, tmp_path / "w.pt", to="torch")
+    assert torch.equal(torch.load(tmp_path / "w.pt", weights_only=True)["w"], tensor)
+
+
+async def test_a_compressed_bomb_ends_at_the_size_of_its_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream that unpacks to more, that is none, and a transform that nobody knows."""
+    monkeypatch.setitem(sys.modules, "zstandard", _Zstd("zstandard"))
+    for name, data, transform, match in (
+        ("bomb", zlib.compress(bytes(64 << 20)), "stream.zstd/1", "unpacks to more"),
+        ("damaged", b"hello" * 1000, "stream.zstd/1", "no stream"),
+        ("version", b"hello" * 1000, "stream.zstd/2", "not known"),
+        ("other", b"hello" * 1000, "stream.rot13/1", "rot13"),
+    ):
+        (tmp_path / name).mkdir()
+        folder = _folder(tmp_path / name, *_packed(data, transform))
+        await refused(folder, ForeignFormatError, match)

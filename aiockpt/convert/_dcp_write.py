@@ -59,7 +59,9 @@ def _item(value: Any) -> Any:
     def own(part: Any) -> Any:
         if isinstance(part, Leaf):
             old = part.content
-            return Leaf(known.setdefault(id(old), Content(old.dtype, old.shape, old.pieces)), part.flags)
+            return Leaf(
+                known.setdefault(id(old), Content(old.dtype, old.shape, old.pieces, at=old.at)), part.flags
+            )
         if isinstance(part, dict):
             made: Any = type(part)()
             if hasattr(part, "__dict__"):

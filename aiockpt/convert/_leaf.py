@@ -82,12 +82,15 @@ class Content:
     dtype: torch.dtype
     shape: Shape
     pieces: Sequence[Piece] | Callable[[], Sequence[Piece]] = field(repr=False)
-    """Where they lie; looked up at first need where that means to open a file."""
+    """Where they lie; looked up when they are read where that means to open a file, and then forgotten."""
     nbytes: int = 0
+    at: tuple[int, int] = (0, 0)
+    """Sorts contents as they lie on disk, where the pieces do not say."""
     digest: str = ""
     """XXH3 of the row-major content, once all of it has passed in order."""
     _state: xxhash.xxh3_64 | None = None
     _passed: int = 0
+    _open: Sequence[Piece] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.nbytes = math.prod(self.shape) * self.dtype.itemsize
@@ -96,7 +99,7 @@ class Content:
     def place(self) -> tuple[int, int]:
         """Sorts contents as they lie on disk."""
         if callable(self.pieces) or not self.pieces:
-            return 0, 0
+            return self.at
         first = self.pieces[0]
         return id(first.storage), first.begin
 
@@ -111,17 +114,23 @@ class Content:
         Raises:
             CheckpointError: they cannot be read.
         """
-        if callable(self.pieces):
-            self.pieces = self.pieces()
+        pieces = self._looked_up()
         if first == 0:
             self._state, self._passed = xxhash.xxh3_64(), 0
         size = self.dtype.itemsize
-        if len(self.pieces) == 1 and contiguous(self.shape, self.pieces[0].strides):
-            piece = self.pieces[0]
+        if len(pieces) == 1 and contiguous(self.shape, pieces[0].strides):
+            piece = pieces[0]
             piece.storage.read_into(piece.begin + first, view_of(out))
         else:
-            self._gather(first // size, out.view(_BITS[size]), room)
+            self._gather(pieces, first // size, out.view(_BITS[size]), room)
         self._note(first, out)
+
+    def _looked_up(self) -> Sequence[Piece]:
+        if not callable(self.pieces):
+            return self.pieces
+        if self._open is None:
+            self._open = self.pieces()
+        return self._open
 
     def _note(self, first: int, out: torch.Tensor) -> None:
         if self._state is not None and first == self._passed:
@@ -129,14 +138,15 @@ class Content:
             self._passed += len(out)
             if self._passed == self.nbytes:
                 self.digest, self._state = self._state.hexdigest(), None
+                self._open = None
 
-    def _gather(self, first: int, out: torch.Tensor, room: Room) -> None:
+    def _gather(self, pieces: Sequence[Piece], first: int, out: torch.Tensor, room: Room) -> None:
         """Fill `out` with elements from `first` on, box by box and piece by piece."""
         at = 0
         for index, count in boxes(self.shape, first, first + len(out)):
             starts, sizes = _extent(index, self.shape)
             target = out[at : at + count].view(sizes)
-            for piece in self.pieces if isinstance(self.pieces, Sequence) else ():
+            for piece in pieces:
                 _copy_common(piece, starts, sizes, target, room)
             at += count
 

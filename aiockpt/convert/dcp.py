@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from ._drive import Desk, drive, flush
 from ._files import Folder, Member, Range
 from ._leaf import MB, Content, Leaf, Piece, Room
 from ._torch_read import read_archive
+from ._transforms import undo
 from ._unpickle import LIMIT
 from ._walk import hold, picked
 from ._zip import StoredRecord
@@ -26,6 +28,9 @@ __all__ = ["open_source", "write"]
 
 METADATA: Final = ".metadata"
 _UNFOLD: Final = 8
+"""How often the bytes of a folder may be mentioned by its tensors, taken together."""
+_PACKED: Final = 1000
+"""The same, where some of them are compressed."""
 
 
 async def open_source(path: str, options: Options) -> Opened:
@@ -70,31 +75,34 @@ class _Items:
         """Leaves and plain values by flat name; every place is checked, no tensor is read."""
         found = {name: self._value(name, entry) for name, entry in self.index.entries.items()}
         total = sum(content.nbytes for content in self.contents.values())
-        if total > _UNFOLD * sum(member.nbytes for member in self.members.values()) + 64 * MB:
+        unfold = _PACKED if any(self._packed()) else _UNFOLD
+        if total > unfold * sum(member.nbytes for member in self.members.values()) + 64 * MB:
             raise ForeignFormatError(
                 f"{self.folder.path}: its tensors claim far more bytes than it has", file=METADATA
             )
         return found
 
+    def _packed(self) -> Iterator[tuple[str, ...]]:
+        """What was done to each item."""
+        for entry in self.index.entries.values():
+            yield from (
+                [entry.transforms] if isinstance(entry, Item) else (c.item.transforms for c in entry.chunks)
+            )
+
     def _value(self, name: str, entry: TensorEntry | Item) -> Any:
         if isinstance(entry, Item):
-            return read_archive(self._range(entry, name), verify=self.verify)
+            source = undo(self._range(entry, name), entry.transforms, LIMIT, path=name)
+            return read_archive(source, verify=self.verify)
         key = (entry.dtype, entry.shape, *((c.offsets, c.sizes, c.item) for c in entry.chunks))
         content = self.contents.get(key)
         if content is None:
             ranges = [self._range(chunk.item, name) for chunk in entry.chunks]
-            content = Content(entry.dtype, entry.shape, self._pieces(name, entry, ranges))
+            at = (hash(entry.chunks[0].item.file), entry.chunks[0].item.offset) if ranges else (0, 0)
+            content = Content(entry.dtype, entry.shape, self._pieces(name, entry, ranges), at=at)
             self.contents[key] = content
         return Leaf(content, 1 if entry.grad else 0)
 
     def _range(self, item: Item, name: str) -> Range:
-        if item.transforms:
-            raise ForeignFormatError(
-                f"{self.folder.path}: {name} went through {', '.join(item.transforms)[:200]}, which is not "
-                "undone here; load it with torch, with that extension installed, and save it without",
-                file=item.file,
-                path=name,
-            )
         member = self.members.get(item.file)
         if member is None:
             member = self.members[item.file] = Member(self.folder, item.file)
@@ -110,6 +118,8 @@ class _Items:
         return pieces
 
     def _piece(self, name: str, entry: TensorEntry, chunk: Chunk, source: Range) -> Piece:
+        most = math.prod(chunk.sizes) * entry.dtype.itemsize + MB
+        source = undo(source, chunk.item.transforms, most, path=name)
         found = read_archive(source, verify=self.verify)
         if (
             not isinstance(found, Leaf)
