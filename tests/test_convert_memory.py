@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 warnings.simplefilter("ignore")
 
 MB = 1 << 20
-BUDGET = 32 * MB
+BUDGET = 16 * MB
 
 def status(key):
     with open("/proc/self/status") as lines:
@@ -26,9 +26,9 @@ def status(key):
 async def main(folder):
     os.chdir(folder)
     # One tensor of twice the budget, one that lies the other way round, and many.
-    big = torch.arange(64 * MB // 4, dtype=torch.int32)
-    turned = torch.arange(16 * MB // 4, dtype=torch.float32).view(1024, -1).t()
-    many = {f"w{i}": torch.full((MB,), i, dtype=torch.uint8) for i in range(24)}
+    big = torch.arange(32 * MB // 4, dtype=torch.int32)
+    turned = torch.arange(8 * MB // 4, dtype=torch.float32).view(1024, -1).t()
+    many = {f"w{i}": torch.full((MB,), i, dtype=torch.uint8) for i in range(12)}
     state = {"model": {"big": big, "turned": turned, **many}}
     torch.save(state, "zip.pt")
     torch.save(state, "old.pt", _use_new_zipfile_serialization=False)
@@ -52,10 +52,10 @@ async def main(folder):
             refs.write("5")  # the peak is counted from here
         before = status("VmRSS")
         done = await aiockpt.convert(src, dst, to=to, budget=BUDGET)
-        assert done.nbytes == 104 * MB, done
+        assert done.nbytes == 52 * MB, done
         grown[f"{src} to {to}"] = status("VmHWM") - before
     loaded = torch.load("b.pt", weights_only=True)
-    expected = torch.arange(16 * MB // 4, dtype=torch.float32).view(1024, -1).t()
+    expected = torch.arange(8 * MB // 4, dtype=torch.float32).view(1024, -1).t()
     assert torch.equal(loaded["model.turned"], expected)
     print(json.dumps(grown))
 
@@ -64,16 +64,17 @@ asyncio.run(main(sys.argv[1]))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
 @pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel's peak cannot be reset"
 )
 def test_a_state_three_times_the_budget_converts_within_it(tmp_path: Path) -> None:
-    """104 MiB through 32, with a tensor of 64 and a transposed one: 24 MiB above the budget at the most."""
+    """52 MiB through 16, with a tensor of 32 and a transposed one: 12 MiB above the budget at the most."""
     # What is freed goes back to the kernel at once: nothing is hidden in memory that had been used before.
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     call = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    done = subprocess.run(call, capture_output=True, text=True, timeout=60, check=False, env=env)
+    done = subprocess.run(call, capture_output=True, text=True, timeout=110, check=False, env=env)
     assert done.returncode == 0, done.stderr
     grown = json.loads(done.stdout)
     assert len(grown) == 8
-    assert {name: size for name, size in grown.items() if size > (32 + 24) << 20} == {}, grown
+    assert {name: size for name, size in grown.items() if size > (16 + 12) << 20} == {}, grown

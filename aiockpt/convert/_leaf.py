@@ -11,7 +11,7 @@ import ctypes
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 import xxhash
@@ -186,10 +186,11 @@ def row_major(shape: Shape) -> Shape:
 
 
 def view_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor in host memory; valid as long as the tensor is."""
+    """The memory of a contiguous tensor in host memory, which it keeps alive."""
     if not tensor.nbytes:
         return memoryview(bytearray())
-    array = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+    array: Any = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+    array.owner = tensor
     return memoryview(array).cast("B")
 
 

@@ -128,11 +128,19 @@ class _Columns:
 
 
 def _content(saved: Saved, row: int, shards: Shards) -> Content:
-    table = saved.table
-    shape = table.shape[row]
-    storage = shards.storage(table.shard[row])
-    piece = Piece((0,) * len(shape), shape, row_major(shape), table.begin[row], storage)
-    return Content(getattr(torch, table.dtype[row]), shape, [piece])
+    stored = saved.stored
+    rows = [row] if saved.spread is None else list(saved.spread.rows[row])
+    pieces = [
+        Piece(
+            stored.offsets(at),
+            stored.shape[at],
+            row_major(stored.shape[at]),
+            stored.begin[at],
+            shards.storage(stored.shard[at]),
+        )
+        for at in rows
+    ]
+    return Content(getattr(torch, saved.table.dtype[row]), saved.table.shape[row], pieces)
 
 
 def _needed(saved: Saved) -> frozenset[int]:
@@ -147,7 +155,7 @@ def _needed(saved: Saved) -> frozenset[int]:
 
 def _read(content: Content) -> torch.Tensor:
     data = torch.empty(content.nbytes, dtype=torch.uint8)
-    content.read(0, data, Room(0))
+    content.read(0, data, Room(max(content.nbytes, 16)))
     return (
         data.view(content.dtype).view(content.shape)
         if content.nbytes
