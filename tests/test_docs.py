@@ -22,6 +22,8 @@ PAGES = [
     "docs/preemption.md",
     "docs/publishing.md",
     "docs/keep-and-when.md",
+    "docs/metrics.md",
+    "docs/moving.md",
     "docs/sharing-a-run.md",
     "docs/dcp.md",
     "docs/serving.md",
