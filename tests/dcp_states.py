@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -191,6 +196,66 @@ def load_and_train(run: Path, stock: Path, fsdp: bool) -> dict[str, list[torch.T
         train(model, optimizer, 1)
         after[name] = whole(model)
     return after
+
+
+# ---------------------------------------------------------------- torch's older sharded tensors
+
+
+def sharding_specs() -> list[Any]:
+    """By rows, by columns, several shards a rank, shards of all sizes; for a tensor of [10, 20]."""
+    by_rows = ChunkShardingSpec(dim=0, placements=["rank:0", "rank:1"])
+    by_columns = ChunkShardingSpec(dim=1, placements=["rank:0", "rank:1"])
+    in_turns = ChunkShardingSpec(dim=0, placements=["rank:0", "rank:1", "rank:1", "rank:0"])
+    cuts = [0, 1, 4, 9, 10]
+    uneven = [
+        ShardMetadata(shard_offsets=[a, 0], shard_sizes=[b - a, 20], placement=f"rank:{i % 2}")
+        for i, (a, b) in enumerate(itertools.pairwise(cuts))
+    ]
+    return [by_rows, by_columns, in_turns, EnumerableShardingSpec(shards=uneven)]
+
+
+def reshard_older(run: Path) -> list[str]:
+    """Save with each sharding, load with each other one and as a plain tensor; what came out wrong."""
+    bad = []
+    specs = sharding_specs()
+    for step, spec in enumerate(specs):
+        saved = sharded_tensor.rand(spec, 10, 20)
+        save({"w": saved}, checkpoint_id=run / f"step-{step:08d}", storage_writer=AioStorageWriter())
+        expected = torch.zeros(10, 20) if dist.get_rank() == 0 else None
+        saved.gather(out=expected)
+        plain: Any = {"w": torch.zeros(10, 20)}
+        load(plain, storage_reader=AioStorageReader(run / f"step-{step:08d}"))
+        whole = [expected]
+        dist.broadcast_object_list(whole)
+        if not torch.equal(plain["w"], whole[0]):  # type: ignore[arg-type]
+            bad.append(f"{step} as a plain tensor")
+        backwards = {"w": sharded_tensor.zeros(spec, 10, 20)}
+        save(
+            {"w": plain["w"]}, checkpoint_id=run / f"step-{100 + step:08d}", storage_writer=AioStorageWriter()
+        )
+        load(backwards, storage_reader=AioStorageReader(run / f"step-{100 + step:08d}"))
+        for shard, source in zip(backwards["w"].local_shards(), saved.local_shards(), strict=True):
+            if not torch.equal(shard.tensor, source.tensor):
+                bad.append(f"{step} from a plain tensor")
+        for i, other in enumerate(specs):
+            target = sharded_tensor.zeros(other, 10, 20)
+            load({"w": target}, storage_reader=AioStorageReader(run / f"step-{step:08d}"))
+            found = torch.zeros(10, 20) if dist.get_rank() == 0 else None
+            target.gather(out=found)
+            if found is not None and not torch.equal(found, whole[0]):  # type: ignore[arg-type]
+                bad.append(f"{step} as {i}")
+    return bad
+
+
+def hybrid(run: Path) -> list[str]:
+    """Replicated over one dimension of the mesh, sharded over the other (HSDP): stored once."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    full = torch.arange(7 * 3, dtype=torch.float32).reshape(7, 3)
+    state = {"w": distribute_tensor(full, mesh, [Replicate(), Shard(0)])}
+    save(state, checkpoint_id=run / "step-00000001", storage_writer=AioStorageWriter())
+    target = {"w": distribute_tensor(torch.zeros(7, 3), mesh, [Shard(1), Replicate()])}
+    load(target, storage_reader=AioStorageReader(run / "step-00000001"))
+    return [] if torch.equal(target["w"].full_tensor(), full) else ["w"]
 
 
 def load_sharded(run: Path, step: int, names: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import pickle
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
 )
@@ -34,6 +36,7 @@ import aiockpt
 from aiockpt import PickleRefusedError, SaveError, StepExistsError, UnsupportedStateError, UsageError
 from aiockpt._files import RangeFile
 from aiockpt._manifest import PIECE_BYTES
+from aiockpt.integrations import dcp
 from aiockpt.integrations.dcp import AioStorageReader, AioStorageWriter
 from aiockpt.integrations.dcp._machine import Lease
 
@@ -223,22 +226,35 @@ def test_a_plan_with_a_hole_or_an_overlap_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_ranks_that_call_different_things_alike_are_refused(tmp_path: Path) -> None:
-    """Two leaves with one flat name, or one place in the state for a leaf and a container."""
+def objects(paths: dict[str, tuple[str | int, ...]], *written: str) -> SavePlan:
+    """A plan that knows these names and writes some of them, as objects."""
+    return SavePlan([WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in written], None, paths)
+
+
+@pytest.mark.parametrize(
+    ("plans", "why"),
+    [
+        ([objects({"a.b": ("a", "b")}, "a.b"), objects({"a.b": ("a.b",)})], "both called"),
+        (
+            [objects({"a.b": ("a", "b")}, "a.b"), objects({"a": ("a",)}, "a")],
+            "a leaf on one rank and a container",
+        ),
+        (
+            [objects({"a.b": ("a", "b")}, "a.b"), objects({"a.0": ("a", 0)}, "a.0")],
+            "a list on one rank and a dict",
+        ),
+        ([objects({"a": ("a",), "b": ("a",)}, "a", "b")], "have one place"),
+        ([objects({"a": ("a",)}, "a"), objects({"a": ("a",)}, "a")], "one object twice"),
+    ],
+)
+def test_ranks_that_mean_different_things_are_refused(
+    plans: list[SavePlan], why: str, tmp_path: Path
+) -> None:
+    """Two leaves with one flat name, or with one place in the state; nothing is made."""
     writer = AioStorageWriter(step_of(tmp_path / "run"))
     writer.set_up_storage_writer(True, rank=0, use_collectives=True)
-    item = WriteItem(MetadataIndex("a.b"), WriteItemType.BYTE_IO)
-    other = WriteItem(MetadataIndex("a"), WriteItemType.BYTE_IO)
-    nested, flat = {"a.b": ("a", "b")}, {"a.b": ("a.b",)}
-    with pytest.raises(UsageError, match="both called"):
-        writer.prepare_global_plan([SavePlan([item], None, nested), SavePlan([], None, flat)])
-    with pytest.raises(UsageError, match="leaf on one rank and a container"):
-        writer.prepare_global_plan([SavePlan([item], None, nested), SavePlan([other], None, {"a": ("a",)})])
-    with pytest.raises(UsageError, match="a list on one rank and a dict"):
-        third = WriteItem(MetadataIndex("a.0"), WriteItemType.BYTE_IO)
-        writer.prepare_global_plan(
-            [SavePlan([item], None, nested), SavePlan([third], None, {"a.0": ("a", 0)})]
-        )
+    with pytest.raises(UsageError, match=why):
+        writer.prepare_global_plan(plans)
     assert not (tmp_path / "run").exists()
 
 
@@ -264,6 +280,98 @@ def test_write_data_returns_at_once_and_errors_come_from_wait(tmp_path: Path) ->
         outcome.wait()
     assert outcome.done()
     assert not [p for p in tmp_path.iterdir() if "step" in p.name]
+
+
+def planned(writer: AioStorageWriter, planner: DefaultSavePlanner, world: int = 1) -> list[SavePlan]:
+    """The plans of that many ranks, all but the first of them empty."""
+    planner.set_up_planner({"w": torch.ones(4)}, is_coordinator=True)
+    plans, _ = planner.create_global_plan(
+        [planner.create_local_plan(), *[SavePlan([], None, {})] * (world - 1)]
+    )
+    writer.set_up_storage_writer(True, rank=0, use_collectives=True)
+    return writer.prepare_global_plan(plans)
+
+
+def test_the_plan_of_another_save_is_refused(tmp_path: Path) -> None:
+    """Two saves that overlap on one process group get each other's plans: nothing is mixed."""
+    planner, writer = DefaultSavePlanner(), AioStorageWriter(step_of(tmp_path, 1))
+    (plan,) = planned(writer, planner)
+    other = AioStorageWriter(step_of(tmp_path, 2))
+    other.set_up_storage_writer(False, rank=0, use_collectives=True)
+    with pytest.raises(UsageError, match="two saves overlap"):
+        other.write_data(plan, planner).wait()
+    with pytest.raises(UsageError, match="does not come from"):
+        writer.write_data(SavePlan(plan.items), planner).wait()
+
+
+def test_ranks_must_share_the_folder(tmp_path: Path) -> None:
+    """A rank that sees another disk says so; the error names the folder."""
+    planner, writer = DefaultSavePlanner(), AioStorageWriter(step_of(tmp_path / "here"))
+    plans = planned(writer, planner, 2)
+    elsewhere = AioStorageWriter(step_of(tmp_path / "there"))
+    elsewhere.set_up_storage_writer(False, rank=1, use_collectives=True)
+    with pytest.raises(aiockpt.StorageError, match="do not share this folder"):
+        elsewhere.write_data(plans[1], planner).wait()
+    results = [writer.write_data(plans[0], planner).value()]
+    with pytest.raises(SaveError, match=r"ranks \[0\] do not make a checkpoint of 2"):
+        writer.finish(Metadata({}), results)
+    assert settled(tmp_path / "here")
+
+
+def test_an_interrupt_ends_the_save(tmp_path: Path) -> None:
+    """Ctrl-C in `wait`: raised once no thread is at work any more, and nothing is left."""
+    inside, gate = threading.Event(), threading.Event()
+
+    class Slow(DefaultSavePlanner):
+        def resolve_data(self, write_item: WriteItem) -> Any:
+            inside.set()
+            assert gate.wait(20)
+            return super().resolve_data(write_item)
+
+    def strike() -> None:
+        assert inside.wait(20)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.1)
+        gate.set()
+
+    planner, writer = Slow(), AioStorageWriter(step_of(tmp_path))
+    (plan,) = planned(writer, planner)
+    striker = threading.Thread(target=strike)
+    outcome = writer.write_data(plan, planner)
+    striker.start()
+    with pytest.raises(KeyboardInterrupt):
+        outcome.wait()
+    striker.join()
+    assert outcome.done()
+    assert not [p for p in tmp_path.iterdir() if "step" in p.name]
+
+
+def test_a_small_budget_is_enough(tmp_path: Path) -> None:
+    """A state of many times the budget is written and read through a few blocks."""
+    state = {"w": torch.arange(6 << 20, dtype=torch.float32), "v": torch.ones(3 << 18).reshape(3, -1).t()}
+    save(state, step_of(tmp_path), AioStorageWriter(budget=4 << 20))
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    load(target, step_of(tmp_path), AioStorageReader(budget=2 << 20))
+    for name, tensor in state.items():
+        assert torch.equal(target[name], tensor)
+    for kind in (AioStorageWriter, AioStorageReader):
+        with pytest.raises(UsageError, match="too small"):
+            kind(budget=1000)
+
+
+async def test_with_the_coroutines(tmp_path: Path) -> None:
+    """The adapters serve `await dcp.save(...)` and `await dcp.load(...)` of this package."""
+    state = {"w": torch.arange(9.0), "n": 3}
+    await dcp.save(state, checkpoint_id=step_of(tmp_path), storage_writer=AioStorageWriter(), no_dist=True)
+    target = {"w": torch.zeros(9), "n": 0}
+    await dcp.load(target, checkpoint_id=step_of(tmp_path), storage_reader=AioStorageReader(), no_dist=True)
+    assert torch.equal(target["w"], state["w"])  # type: ignore[arg-type]
+    assert target["n"] == 3
+    with pytest.raises(aiockpt.RanksFailedError) as error:
+        await dcp.save(
+            state, checkpoint_id=step_of(tmp_path), storage_writer=AioStorageWriter(), no_dist=True
+        )
+    assert isinstance(error.value.failures[0], StepExistsError)
 
 
 class Lying(DefaultSavePlanner):
@@ -617,14 +725,7 @@ def test_ranks_must_read_the_same_save(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="different saves"):
         reader.prepare_global_plan(plans)
     with pytest.raises(UsageError, match="do not come from"):
-        reader.set_up_storage_reader(planner_metadata(), True)
-
-
-def planner_metadata() -> Any:
-    """Metadata of nothing."""
-    from torch.distributed.checkpoint.metadata import Metadata
-
-    return Metadata({})
+        reader.set_up_storage_reader(Metadata({}), True)
 
 
 def test_a_run_in_memory(tmp_path: Path) -> None:

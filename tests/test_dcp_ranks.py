@@ -64,6 +64,21 @@ def test_any_world_size_reads_what_any_other_wrote(read: int, saved: dict[int, P
     assert results == [[]] * read
 
 
+def test_older_sharded_tensors(tmp_path: Path) -> None:
+    """`ShardedTensor` is saved and loaded in any sharding, and as a plain tensor."""
+    assert dcp_ranks.run(2, dcp_states.reshard_older, tmp_path / "run") == [[], []]
+
+
+async def test_replicas_are_stored_once(tmp_path: Path) -> None:
+    """Of a tensor that is replicated over half of the mesh, one copy is written."""
+    run = tmp_path / "run"
+    assert dcp_ranks.run(4, dcp_states.hybrid, run) == [[]] * 4
+    newest = await aiockpt.latest(run)
+    assert newest is not None
+    files = [p for p in (run / newest.name).iterdir() if p.suffix == ".safetensors"]
+    assert sum(p.stat().st_size - 4096 for p in files) == 7 * 3 * 4
+
+
 @pytest.mark.parametrize("fsdp", [True, False], ids=["fsdp2", "ddp"])
 def test_training_goes_on_as_if_nothing_had_happened(fsdp: bool, tmp_path: Path) -> None:
     """Model and optimizer, saved on 4 ranks and loaded on 2, train on as with torch's own storage."""

@@ -21,7 +21,7 @@ from aiockpt._threads import Lane, offload
 from aiockpt._tree import decode_value, find
 from aiockpt.checkpoint import Checkpoint
 from aiockpt.errors import CheckpointError, UsageError
-from aiockpt.reader import CheckpointReader
+from aiockpt.reader import CheckpointReader, as_budget
 from aiockpt.storage import open_store
 
 from ._fill import Fill
@@ -50,6 +50,9 @@ class AioStorageReader(StorageReader):
         budget: bytes of host memory for blocks.
         verify: whether bytes are checked; never turn it off for files from elsewhere.
         allow_pickle: whether pickled values may be unpickled. Only for files you trust.
+
+    Raises:
+        UsageError: the id is none, or the budget too small.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class AioStorageReader(StorageReader):
         super().__init__()
         if checkpoint_id is not None:
             where(checkpoint_id)
+        as_budget(budget)
         self._options = {"budget": budget, "allow_pickle": allow_pickle}
         self._verify = verify
         self._id = checkpoint_id

@@ -27,7 +27,7 @@ from aiockpt._threads import Lane, offload
 from aiockpt.checkpoint import Checkpoint
 from aiockpt.errors import CheckpointError, StepExistsError, StorageError, UsageError
 from aiockpt.layouts import Layout
-from aiockpt.reader import as_budget
+from aiockpt.reader import as_budget, block_bytes
 from aiockpt.storage import Attempt, Store, open_store
 from aiockpt.writer import CheckpointWriter
 
@@ -55,6 +55,19 @@ class Options:
 class _ShareWriter(CheckpointWriter):
     """The writer, for a state that is only collected once it is known who writes what."""
 
+    _own: BlockPool | None = None
+
+    def limit(self, budget: int | None) -> None:
+        """Use no more than that many bytes for blocks."""
+        if budget is not None:
+            total = as_budget(budget)
+            self._pool = self._own = BlockPool(total, block_bytes=block_bytes(total))
+
+    def close_pool(self) -> None:
+        """Free the blocks; no thread may be at work any more."""
+        if self._own is not None:
+            self._own.close()
+
     async def plan_share(self, collecting: Awaitable[Captured]) -> None:
         """Plan what comes of `collecting`; when that fails, the save is over."""
         await self.plan_captured(await self._guard(collecting, "cannot collect the state of"))
@@ -76,11 +89,18 @@ class Save:
         self.rank = rank
         self.is_coordinator = is_coordinator
         self.pid = os.getpid()
-        self.lease = Lease()
+        self._lease: Lease | None = None
         self._store: Store | None = None
         self._attempt: Attempt | None = None
         self._writer: _ShareWriter | None = None
         self._older: list[str] = []
+
+    @property
+    def lease(self) -> Lease:
+        """The loop that it runs on, from its first use to `close`."""
+        if self._lease is None:
+            self._lease = Lease()
+        return self._lease
 
     # The coordinator, when all plans are known
 
@@ -154,8 +174,11 @@ class Save:
         attempt = self._attempt or await self._attach(store, share.ticket)
         collecting = offload(collect, share, plan.items, planner, self.options.allow_pickle, lane=Lane.STAGE)
         writer = self._writer = self._make_writer(store, attempt, share)
-        await writer.plan_share(collecting)
-        record = await writer.write()
+        try:
+            await writer.plan_share(collecting)
+            record = await writer.write()
+        finally:
+            writer.close_pool()
         results = [WriteResult(item.index, _nbytes(item), None) for item in plan.items]
         # One more than items: a rank may have none, and its part is needed all the same.
         return [*results, WriteResult(MetadataIndex(""), record.part.size, record)]
@@ -186,9 +209,8 @@ class Save:
 
     def _make_writer(self, store: Store, attempt: Attempt, share: Share) -> _ShareWriter:
         options, ticket = self.options, share.ticket
-        pool = None if options.budget is None else BlockPool(as_budget(options.budget))
         mine = self.is_coordinator  # its writer makes the manifest
-        return _ShareWriter(
+        writer = _ShareWriter(
             store,
             step=ticket.step,
             save_id=ticket.save_id,
@@ -199,12 +221,13 @@ class Save:
             meta=options.meta if mine else None,
             files=options.files if mine else None,
             layout=options.layout,
-            pool=pool,
             rank=share.rank,
             world=ticket.world,
             allow_pickle=options.allow_pickle,
             attempt=attempt,
         )
+        writer.limit(options.budget)
+        return writer
 
     # The coordinator, when all ranks have written
 
@@ -234,7 +257,8 @@ class Save:
 
     def close(self) -> None:
         """Let go; what was not committed is removed in the background. Any number of times."""
-        self.lease.close(self._abort if self.is_coordinator else None)
+        if self._lease is not None:
+            self._lease.close(self._abort if self.is_coordinator else None)
 
     async def _abort(self) -> None:
         # Only by the coordinator: from another rank it would end what the others still write.

@@ -85,8 +85,8 @@ def share_out(plans: Sequence[SavePlan], ticket: Ticket) -> list[SavePlan]:
     """
     paths = _paths(plans)
     texts = {fqn: _text(path) for fqn, path in paths.items()}
-    _refuse_uncovered(plans, texts)
     places, lists, holes = _number(paths, texts)
+    _refuse_uncovered(plans, texts)
     shared = []
     for rank, plan in enumerate(plans):
         mine = {item.index.fqn: places[item.index.fqn] for item in plan.items}

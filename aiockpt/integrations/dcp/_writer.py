@@ -16,6 +16,7 @@ from aiockpt._records import UserFile
 from aiockpt.checkpoint import Checkpoint
 from aiockpt.errors import UsageError
 from aiockpt.layouts import Layout
+from aiockpt.reader import as_budget
 
 from ._machine import Outcome
 from ._save import Options, Save
@@ -49,6 +50,9 @@ class AioStorageWriter(StorageWriter):
         layout: which tensor goes into which file.
         budget: bytes of host memory for blocks on each rank.
         allow_pickle: pickle what has no codec.
+
+    Raises:
+        UsageError: the id is none, or the budget too small.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class AioStorageWriter(StorageWriter):
         super().__init__()
         if checkpoint_id is not None:
             where(checkpoint_id)
+        as_budget(budget)
         self.checkpoint: Checkpoint | None = None
         """What was committed last, on the coordinator."""
         self._options = Options(overwrite, metrics, meta, files, layout, budget, allow_pickle)
@@ -144,7 +149,11 @@ class AioStorageWriter(StorageWriter):
             StorageError: the store failed.
         """
         save = self._save()
-        return save.lease.run(lambda: save.begin(plans))
+        try:
+            return save.lease.run(lambda: save.begin(plans))
+        except BaseException:
+            self._saves.drop()
+            raise
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Outcome[list[WriteResult]]:  # type: ignore[override]
         """Begin to write this rank's share.
