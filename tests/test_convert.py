@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -16,8 +19,10 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 import aiockpt
 from aiockpt import _threads
 from aiockpt.convert import _drive, safetensors_
+from aiockpt.convert._leaf import Content
 from tests.formats import NEW_DTYPES, rich_state
 from tests.make_checkpoint import alike
+from tests.same import same
 
 quiet_dcp = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*no_dist")
 
@@ -161,19 +166,44 @@ async def test_what_a_target_cannot_hold_is_refused_by_path(tmp_path: Path) -> N
     assert sorted(os.listdir(tmp_path)) == ["run", "s"]
 
 
-async def test_arrays_and_generators_go_from_run_to_run(tmp_path: Path) -> None:
-    """Values that are made of real tensors are kept; a small budget refuses large ones by path."""
-    state: dict[str, Any] = {
-        "rng": torch.Generator().manual_seed(4),
-        "w": torch.ones(3),
-        "blob": b"x" * 100_000,
+async def test_everything_a_run_can_hold_goes_to_another_run(tmp_path: Path) -> None:
+    """Arrays, generators, sparse tensors, containers of all kinds; a saver goes on with the result."""
+    shared = torch.randn(1000)
+    state: dict[Any, Any] = {
+        "sparse": torch.eye(4).to_sparse(),
+        "array": np.arange(5),
+        "scalar": np.float32(2.5),
+        "lists": defaultdict(list, x=[shared]),
+        "pair": (shared, {"again": shared}),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "rng": np.random.default_rng(3),
+        "blob": b"z" * 100_000,
+        "empty": {},
+        "c128": torch.ones(2, dtype=torch.complex128),
+        3: "an int key",
     }
     async with aiockpt.Saver(tmp_path / "run") as saver:
-        await saver.save(state, step=1)
-    done = await aiockpt.convert(tmp_path / "run" / "step-00000001", tmp_path / "two", to="aiockpt")
-    loaded = await aiockpt.load(done.dst, 1)
-    assert torch.equal(loaded["rng"].get_state(), state["rng"].get_state())
-    assert loaded["blob"] == state["blob"]
+        await saver.save(state, step=4)
+    done = await aiockpt.convert(tmp_path / "run" / "step-00000004", tmp_path / "two", to="aiockpt")
+    loaded = await aiockpt.load(done.dst, 4)
+    assert loaded.pop("rng").bit_generator.state == state.pop("rng").bit_generator.state
+    assert same(loaded, state)
+    async with aiockpt.Saver(done.dst) as saver:
+        restored = await saver.restore()
+        assert restored is not None
+        assert restored.step == 4
+        await saver.save(state, step=5)
+    assert (await aiockpt.convert(done.dst, tmp_path / "w.pt", to="torch", item="parameter")).tensors == 1
+
+
+async def test_arrays_beyond_the_budget_are_refused_by_path(tmp_path: Path) -> None:
+    """They are read whole: what comes to more than the budget is said before it is read."""
+    async with aiockpt.Saver(tmp_path / "run") as saver:
+        await saver.save({"a": {"b": np.zeros(9 << 20, np.uint8)}}, step=1)
+    with pytest.raises(aiockpt.UsageError, match=r"^a/b.*budget") as caught:
+        await aiockpt.convert(tmp_path / "run", tmp_path / "two", to="aiockpt", budget=8 << 20)
+    assert caught.value.path is not None
+    assert os.listdir(tmp_path) == ["run"]
 
 
 async def test_nothing_is_replaced_unless_that_is_said(tmp_path: Path) -> None:
@@ -275,3 +305,42 @@ def _leaves(value: Any, path: str) -> list[tuple[str, Any]]:
 
 def _sorted(state: dict[str, Any]) -> dict[str, Any]:
     return {name: state[name] for name in sorted(state)}
+
+
+@pytest.mark.parametrize("source", ["run", "w.pt"])
+@pytest.mark.parametrize("to", ["aiockpt", "dcp", "torch", "safetensors"])
+async def test_cancelled_anywhere_it_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, to: Any
+) -> None:
+    """From each kind of source to each target: what was begun is gone when the call returns."""
+    state = {f"w{i}": torch.full((1 << 18,), i) for i in range(6)}
+    torch.save(state, tmp_path / "w.pt")
+    async with aiockpt.Saver(tmp_path / "run") as saver:
+        await saver.save(state, step=1)
+    begun, loop, read = asyncio.Event(), asyncio.get_running_loop(), Content.read
+
+    def slow(self: Content, first: int, out: torch.Tensor, room: Any) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        time.sleep(0.02)
+        read(self, first, out, room)
+
+    monkeypatch.setattr(Content, "read", slow)
+    monkeypatch.setattr(_drive, "_HOP_BYTES", 1)
+    task = asyncio.create_task(aiockpt.convert(tmp_path / source, tmp_path / "out", to=to))
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert sorted(os.listdir(tmp_path)) == ["run", "w.pt"]
+
+
+async def test_many_conversions_at_a_time(tmp_path: Path) -> None:
+    """More of them than there are threads: none waits for a thread that waits for it."""
+    state: dict[str, Any] = {"w": torch.randn(1 << 20), "blob": b"x" * 5000}
+    async with aiockpt.Saver(tmp_path / "run") as saver:
+        await saver.save(state, step=1)
+    calls = [aiockpt.convert(tmp_path / "run", tmp_path / f"{i}.pt", to="torch") for i in range(10)]
+    async with asyncio.timeout(30):
+        await asyncio.gather(*calls)
+    for i in range(10):
+        assert torch.equal(torch.load(tmp_path / f"{i}.pt", weights_only=True)["w"], state["w"])

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import random
 import struct
 import sys
 import types
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch.distributed.checkpoint import metadata as meta
 from torch.distributed.checkpoint import state_dict_saver
@@ -488,3 +490,50 @@ async def test_a_compressed_bomb_ends_at_the_size_of_its_tensor(
         (tmp_path / name).mkdir()
         folder = _folder(tmp_path / name, *_packed(data, transform))
         await refused(folder, ForeignFormatError, match)
+
+
+# ---------------------------------------------------------------- chance
+
+SMALL = {"a": torch.arange(5.0), "b": {"c": torch.ones(2, 2).t(), "e": [1, "x", None, (1, 2)]}, "s": {1, 2}}
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_bytes_become_is_an_error_of_ours(tmp_path: Path, seed: int) -> None:
+    """Files with some bytes changed at random are read, or refused by one of two errors."""
+    chance = random.Random(seed)
+    good = torch_bytes(SMALL)
+    with zipfile.ZipFile(io.BytesIO(good)) as archive:
+        code = archive.read("archive/data.pkl")
+    old = torch_bytes(SMALL, legacy=True)
+    tensors = safetensors.torch.save({"a": torch.arange(5.0), "b": torch.ones(2, 2)})
+    outcomes = set()
+    for number in range(60):
+        spoiled = [
+            _spoiled(good, chance),
+            edited(good, data_pkl=_spoiled(code, chance)),
+            _spoiled(old, chance),
+            _spoiled(tensors, chance),
+        ][number % 4]
+        source = tmp_path / ("w.safetensors" if number % 4 == 3 else "w.pt")
+        source.write_bytes(spoiled)
+        try:
+            await aiockpt.convert(source, tmp_path / "out", to="safetensors", drop=True, overwrite=True)
+            outcomes.add("read")
+        except (ForeignFormatError, UnsafeFileError, aiockpt.UnsupportedStateError) as error:
+            outcomes.add(type(error).__name__)
+    assert "ForeignFormatError" in outcomes
+
+
+def _spoiled(data: bytes, chance: random.Random) -> bytes:
+    """The bytes with a few changes."""
+    found = bytearray(data)
+    for _ in range(chance.randint(1, 3)):
+        at = chance.randrange(len(found))
+        kind = chance.randrange(4)
+        if kind == 0:
+            del found[at : at + chance.randint(1, 9)]
+        elif kind == 1:
+            found[at : at + 4] = chance.choice([b"\xff\xff\xff\xff", bytes(4), b"\xff\xff\xff\x7f"])
+        else:
+            found[at] = chance.randrange(256)
+    return bytes(found)

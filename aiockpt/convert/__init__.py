@@ -105,7 +105,7 @@ async def convert(
     """Convert a checkpoint to another format, within a byte budget, without running anything in it.
 
     `dst` appears whole or not at all. Cancelled, the call returns when no thread is at work
-    any more and nothing is left of what was written.
+    any more, and nothing is left of what was written (unless `dst` had got its name by then).
 
     Args:
         src: a run folder of aiockpt (its newest valid step counts) or one step's folder; a

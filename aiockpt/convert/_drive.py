@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from .._threads import offload, settle
+from .._threads import Lane, offload, settle
 from ..errors import UsageError
 from ._leaf import MB, Room
 
@@ -54,13 +54,15 @@ async def drive(steps: Iterator[int]) -> None:
     Raises:
         Exception: whatever the work raised.
     """
+    # The stage lane: a step may wait for reads, which need a thread of the bulk lane. Were it in that lane
+    # itself, a few conversions at a time would each hold a thread and wait for one more.
     try:
-        while await offload(_some, steps):
+        while await offload(_some, steps, lane=Lane.STAGE):
             pass
     finally:
         close = getattr(steps, "close", None)
         if close is not None:
-            await settle(offload(close))
+            await settle(offload(close, lane=Lane.STAGE))
 
 
 def _some(steps: Iterator[int]) -> bool:

@@ -146,7 +146,9 @@ class Held:
     def check(self) -> None:
         """Raise UnsupportedStateError for what was left out, unless that was asked for."""
         if self.dropped and not self.drop:
-            raise UnsupportedStateError(self.dropped)
+            error = UnsupportedStateError(self.dropped)
+            error.add_note("The target of the conversion has no place for them; drop=True leaves them out.")
+            raise error
 
 
 def _plain(value: Any) -> bool:

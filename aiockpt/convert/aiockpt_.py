@@ -17,7 +17,7 @@ from .._names import StepNames
 from .._place import as_step, open_run
 from .._runfiles import RunFiles
 from .._saved import Saved
-from .._threads import offload
+from .._threads import Lane, offload
 from ..errors import StepNotFoundError, UsageError
 from ..reader import CheckpointReader, block_bytes
 from ..storage import MANIFEST, Store, open_store
@@ -56,7 +56,8 @@ async def open_source(path: str, options: Options) -> Opened:
         reader = CheckpointReader(store, candidate.name, step=candidate.step)
         saved = await reader.metadata()
         shards = Shards(reader.place, saved, Desk(options.budget).share, options.verify)
-        state = await offload(_state, saved, shards, options.budget)
+        # Arrays are read here, which takes threads of the bulk lane: not from one of them.
+        state = await offload(_state, saved, shards, options.budget, lane=Lane.STAGE)
     except BaseException:
         await close()
         raise
