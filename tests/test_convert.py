@@ -187,6 +187,7 @@ async def test_everything_a_run_can_hold_goes_to_another_run(tmp_path: Path) -> 
     done = await aiockpt.convert(tmp_path / "run" / "step-00000004", tmp_path / "two", to="aiockpt")
     loaded = await aiockpt.load(done.dst, 4)
     assert loaded.pop("rng").bit_generator.state == state.pop("rng").bit_generator.state
+    assert torch.equal(loaded.pop("sparse").to_dense(), state.pop("sparse").to_dense())
     assert same(loaded, state)
     async with aiockpt.Saver(done.dst) as saver:
         restored = await saver.restore()
