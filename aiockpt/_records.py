@@ -23,9 +23,11 @@ def encode_extra(metrics: Mapping[str, float] | None, meta: Any, step: int) -> d
     """Metrics and meta as a manifest holds them: tagged JSON.
 
     Raises:
-        UsageError: a metric is no number.
+        UsageError: metrics is no mapping, or a metric no number.
         UnsupportedStateError: meta holds tensors, or what cannot be stored without pickle.
     """
+    if not isinstance(metrics, Mapping | None):
+        raise UsageError(f"metrics= maps names to numbers; this is a {type(metrics).__name__}", step=step)
     numbers_ = {str(name): as_number(name, value, step) for name, value in (metrics or {}).items()}
     return {"metrics": _tree.encode_value(numbers_, "metrics"), "meta": _tree.encode_value(meta, "meta")}
 
@@ -40,7 +42,7 @@ def as_number(name: object, value: Any, step: int) -> float | int:
         return int(value)
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise UsageError(f"metric {name!r} is not a number: {value!r:.80}", step=step) from error
 
 

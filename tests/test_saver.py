@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,10 @@ async def test_what_may_not_be_kept_is_refused_before_anything_is_written(tmp_pa
                 await saver.save({"model": {"w": torch.zeros(2)}}, step=1, files={name: b""})
         with pytest.raises(UsageError, match="loss"):
             saver.save({}, step=1, metrics={"loss": "low"})  # type: ignore[dict-item, unused-coroutine]
+        with pytest.raises(UsageError, match="metric 'loss'"):
+            saver.save({}, step=1, metrics={"loss": Fraction(10**400)})  # type: ignore[dict-item, unused-coroutine]
+        with pytest.raises(UsageError, match="maps names to numbers"):
+            saver.save({}, step=1, metrics=[("loss", 1)])  # type: ignore[arg-type, unused-coroutine]
         with pytest.raises(UnsupportedStateError):
             saver.save({}, step=1, meta={"t": torch.zeros(2)})  # type: ignore[unused-coroutine]
         with pytest.raises(aiockpt.StorageError):
