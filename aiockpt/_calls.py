@@ -27,7 +27,7 @@ class SaveCall(Coroutine[Any, Any, T_co]):
     take it like the result of any `async def`.
 
     Args:
-        step: for the warning.
+        pending: the save it would become.
         name: of the method called, for the warning.
         begin: makes the coroutine that does the work; called once, at the first step.
         drop: called, with whether that was on purpose, when it will never begin.
@@ -35,12 +35,12 @@ class SaveCall(Coroutine[Any, Any, T_co]):
 
     def __init__(
         self,
-        step: int,
+        pending: PendingSave,
         name: str,
         begin: Callable[[], Coroutine[Any, Any, T_co]],
         drop: Callable[[bool], None],
     ) -> None:
-        self.step = step
+        self.pending = pending
         self.name = name
         self._begin = begin
         self._drop = drop
@@ -55,9 +55,8 @@ class SaveCall(Coroutine[Any, Any, T_co]):
             UsageError: it was entered or closed before, or its saver is closed.
         """
         if self._taken and self._running is None:
-            name = f"saver.{self.name}(..., step={self.step})"
-            message = f"{name} was entered or closed before, or its saver is closed"
-            raise UsageError(message, step=self.step)
+            message = f"{self._text()} was entered or closed before, or its saver is closed"
+            raise UsageError(message, **self.pending._facts)
         self._taken = True
 
     def _coroutine(self) -> Coroutine[Any, Any, T_co]:
@@ -95,13 +94,16 @@ class SaveCall(Coroutine[Any, Any, T_co]):
             self._taken = True
             self._drop(False)
 
+    def _text(self) -> str:
+        return f"saver.{self.name}({self.pending._arguments})"
+
     def __del__(self) -> None:
         if getattr(self, "_taken", True):
             return
         self.abandon()
         how = "entered" if self.name == "staging" else "awaited"
         warnings.warn(
-            f"saver.{self.name}(..., step={self.step}) was never {how}: nothing was written. "
+            f"{self._text()} was never {how}: nothing was written. "
             "There is no fire-and-forget; `await saver.stage(...)` lets you go on while it is written.",
             RuntimeWarning,
             stacklevel=2,

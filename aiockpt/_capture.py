@@ -57,14 +57,19 @@ class Captured:
         Raises:
             StateMutatedError: naming the first path that changed.
         """
-        for row, tensor, version in self.versions:
-            if _version(tensor) != version:
-                path = self.table.path[row]
-                message = (
-                    f"step {step}: {path} changed while it was being copied; the save was dropped. "
-                    "Do not touch the state before `staged`."
-                )
-                raise StateMutatedError(message, step=step, path=path)
+        changed = self.changed()
+        if changed is not None:
+            path = self.table.path[changed[0]]
+            message = (
+                f"step {step}: {path} changed while it was being copied; the save was dropped. "
+                "Do not touch the state before `staged`."
+            )
+            raise StateMutatedError(message, step=step, path=path)
+
+    def changed(self) -> tuple[int, torch.Tensor] | None:
+        """The first row, and its tensor, whose version counter moved."""
+        moved = ((row, tensor) for row, tensor, version in self.versions if _version(tensor) != version)
+        return next(moved, None)
 
     def release(self) -> None:
         """The state may change: drop every reference to it and open the gate."""
@@ -86,7 +91,17 @@ def capture(state: Any, *, step: int, allow_pickle: bool = False) -> Captured:
     Raises:
         UnsupportedStateError: listing every path that cannot be stored.
     """
-    flat = _tree.flatten(state, allow_pickle=allow_pickle)
+    return take(_tree.flatten(state, allow_pickle=allow_pickle), step)
+
+
+def take(flat: _tree.Flat, step: int | None, what: str | None = None) -> Captured:
+    """Take what a walk over a state has found: small leaves copied, the gate held for the others.
+
+    Args:
+        flat: the columns of its tensors, and the objects that were asked.
+        step: of the save.
+        what: is saved, for the gate's message, when it is no step.
+    """
     table = TensorTable()
     sources: list[Source | None] = []
     with torch.no_grad():
@@ -105,7 +120,7 @@ def capture(state: Any, *, step: int, allow_pickle: bool = False) -> Captured:
         live = _copy_small(table, sources, flat.stateful)
     tensors = [flat.tensors[row] for row in live]
     optimizers = [o for o in flat.stateful if isinstance(o, torch.optim.Optimizer)]
-    hold = Hold(step, optimizers, tensors) if live or optimizers else None
+    hold = Hold(step, optimizers, tensors, what) if live or optimizers else None
     versions = [(row, flat.tensors[row], _version(flat.tensors[row])) for row in live]
     return Captured(table, sources, flat, hold, versions=versions)
 

@@ -6,8 +6,6 @@ from ._beside import Beside
 from ._due import Due
 from ._housekeeping import Housekeeping
 from ._ranks import Decision, Decisions, Kind
-from .errors import CheckpointError
-from .pending import PendingSave
 from .stats import SaverStats
 
 
@@ -18,16 +16,6 @@ class Facts:
     _housekeeping: Housekeeping
     _due: Due
     _decisions: Decisions
-
-    @property
-    def pending(self) -> tuple[PendingSave, ...]:
-        """The saves under way, oldest first."""
-        return tuple(request.pending for request in self._beside.ledger.active)
-
-    @property
-    def failures(self) -> tuple[CheckpointError, ...]:
-        """The errors of past saves, and of publishers, the last hundred."""
-        return tuple(self._beside.ledger.failures)
 
     @property
     def stats(self) -> SaverStats:

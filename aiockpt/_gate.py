@@ -25,8 +25,15 @@ from .errors import UsageError
 class Hold:
     """One save's claim on the state it reads; `release` may be called from any thread."""
 
-    def __init__(self, step: int, optimizers: Iterable[object], tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        step: int | None,
+        optimizers: Iterable[object],
+        tensors: Iterable[torch.Tensor],
+        what: str | None = None,
+    ) -> None:
         self.step = step
+        self.what = what or f"step {step}"
         self.thread = threading.get_ident()
         self.released = threading.Event()
         self._optimizers = {id(o): o for o in optimizers}
@@ -94,7 +101,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             continue
         if threading.get_ident() == hold.thread:
             raise UsageError(
-                f"{type(optimizer).__name__}.step() was called while the save of step {hold.step} still "
+                f"{type(optimizer).__name__}.step() was called while the save of {hold.what} still "
                 "reads its weights. Nothing was changed. Await the save (`await saver.stage(...)`, or leave "
                 "`async with saver.staging(...)`) before you step.",
                 step=hold.step,

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Literal
 
-from ._calls import SaveCall, Staging
+from ._admission import Admission
+from ._calls import Staging
 from ._capture import Captured, capture
 from ._driven import DrivenWriter
 from ._exclusion import Exclusion
 from ._names import new_save_id
-from ._owner import Owner
 from ._place import as_step
 from ._request import Request, SaveOptions
 from ._saving import Saving
 from .checkpoint import Checkpoint
-from .errors import BusyError, UsageError
+from .errors import BusyError
 from .pending import PendingSave
 
 
-class Intake:
+class Intake(Admission[Request]):
     """The half of a saver through which saves come in.
 
     Args:
@@ -34,6 +32,8 @@ class Intake:
         UsageError: an option is none of its words.
     """
 
+    _saving: Saving
+
     def __init__(
         self,
         saving: Saving,
@@ -42,17 +42,10 @@ class Intake:
         on_failure: Literal["raise", "log"],
         allow_pickle: bool,
     ) -> None:
-        if on_overlap not in ("wait", "error"):
-            raise UsageError(f"on_overlap is 'wait' or 'error', not {on_overlap!r}")
-        if on_failure not in ("raise", "log"):
-            raise UsageError(f"on_failure is 'raise' or 'log', not {on_failure!r}")
-        self._owner = Owner()
+        super().__init__(on_overlap=on_overlap, on_failure=on_failure)
         self._saving = saving
-        self._on_overlap = on_overlap
-        self._on_failure = on_failure
         self._allow_pickle = allow_pickle
         self._exclusion = Exclusion()
-        self._calls: weakref.WeakSet[SaveCall[Any]] = weakref.WeakSet()
 
     def _writer(self, pending: PendingSave, options: SaveOptions) -> DrivenWriter:
         raise NotImplementedError
@@ -83,20 +76,6 @@ class Intake:
         captured.on_release = self._exclusion.end_read
         return captured
 
-    def _call(
-        self, name: str, request: Request, begin: Callable[[], Coroutine[Any, Any, Any]]
-    ) -> SaveCall[Any]:
-        ledger = self._saving.ledger
-
-        def drop(closed: bool) -> None:
-            request.drop()
-            if not closed:
-                ledger.never_awaited.append(request.step)
-
-        call: SaveCall[Any] = SaveCall(request.step, name, begin, drop)
-        self._calls.add(call)
-        return call
-
     def _staging(self, request: Request) -> Staging:
         call = self._call("staging", request, partial(self._stage, request))
         return Staging(call, partial(self._start_watched, request), partial(self._leave, request))
@@ -115,17 +94,6 @@ class Intake:
         return self._begin(request)
 
     # The caller's coroutine
-
-    def _begin(self, request: Request) -> PendingSave:
-        try:
-            self._owner.check()
-            if self._on_overlap == "error":
-                self._saving.ledger.refuse_if_busy(request.step)
-        except BaseException:
-            request.writer.forget()
-            request.drop()
-            raise
-        return self._saving.begin(request)
 
     async def _start(self, request: Request) -> PendingSave:
         await self._hold(request)
@@ -151,14 +119,6 @@ class Intake:
         with request.pending._blocking():
             await self._start(request)
             return await self._staged(request)
-
-    async def _staged(self, request: Request) -> PendingSave:
-        await self._saving.own(request)
-        if self._on_failure == "raise":
-            previous = self._saving.ledger.previous_error(request.pending)
-            if previous is not None:
-                raise previous
-        return request.pending
 
     async def _save(self, request: Request) -> Checkpoint:
         pending = await self._stage(request)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
-import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,9 +9,9 @@ from typing import Any, TypedDict
 
 from ._capture import Captured
 from ._driven import DrivenWriter
+from ._entry import Entry
 from ._manifest import PartRecord
 from ._records import UserFile
-from .pending import PendingSave, Phase
 
 
 class SaveOptions(TypedDict, total=False):
@@ -31,43 +28,24 @@ class SaveOptions(TypedDict, total=False):
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class Request(Entry):
     """What was captured at the call, and how far it got."""
 
-    pending: PendingSave
     writer: DrivenWriter
     overwrite: bool
     take: Callable[[], Captured]
     """Captures the state; called once."""
     held: Captured | None = None
     """The captured state; at the call already, unless another thread was changing it."""
-    context: contextvars.Context = field(default_factory=contextvars.copy_context)
-    task: asyncio.Task[None] | None = None
     record: PartRecord | None = None
     """What was written, for the commit."""
-    committing: bool = False
-    """The commit has begun: it can no longer be cancelled."""
-    copied: bool = False
-    """An independent copy of everything existed before the task ran."""
-    number: int = field(default_factory=itertools.count().__next__)
-    """The order of the calls."""
+    retire: list[str] = field(default_factory=list)
+    """Older folders of the same step, which it replaces."""
 
     @property
-    def step(self) -> int:
-        """The step it saves."""
-        return self.pending.step
-
-    @property
-    def needs_state(self) -> bool:
-        """Whether it still reads the caller's state."""
-        return not self.copied and self.pending.phase < Phase.STAGED
-
-    def cancel(self) -> bool:
-        """End it unless it is too late; returns whether it was not."""
-        if self.committing or self.task is None or self.task.done():
-            return False
-        self.task.cancel()
-        return True
+    def committed(self) -> bool:
+        """Whether the manifest is there."""
+        return self.writer.checkpoint is not None
 
     @property
     def captured(self) -> Captured:
@@ -88,6 +66,18 @@ class Request:
         self.writer.on_staged = None
         if self.held is not None:
             self.held.release()
+
+    def forget(self) -> None:
+        """Give back blocks and let go of the state."""
+        self.writer.forget()
+
+    async def abort(self) -> None:
+        """End it, and remove what it wrote."""
+        await self.writer.abort()
+
+    def open_files(self) -> list[str]:
+        """Names of data files that are being written."""
+        return self.writer.open_files()
 
 
 def _taken() -> Captured:

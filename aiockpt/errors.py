@@ -68,6 +68,8 @@ __all__ = [
 SHOWN = 20
 """How many offending paths a message spells out; the attributes hold all of them."""
 
+CONVERT = "Convert them, add aiockpt.register_leaf(type, encode, decode), or pass allow_pickle=True."
+
 
 def _rebuild(cls: type[CheckpointError], args: tuple[Any, ...], facts: dict[str, Any]) -> Any:
     """Unpickle without calling the constructor: facts are keyword-only there."""
@@ -126,7 +128,14 @@ class UnsupportedStateError(UsageError, TypeError):
         problems: every offence as (path, reason), in the order of the state.
     """
 
-    def __init__(self, problems: Sequence[tuple[str, str]], *, step: int | None = None) -> None:
+    def __init__(
+        self,
+        problems: Sequence[tuple[str, str]],
+        *,
+        step: int | None = None,
+        file: str | None = None,
+        remedy: str = CONVERT,
+    ) -> None:
         self.problems = tuple(problems)
         shown = [f"  {path or '(the state itself)'}: {why}" for path, why in self.problems[:SHOWN]]
         more = len(self.problems) - len(shown)
@@ -135,10 +144,10 @@ class UnsupportedStateError(UsageError, TypeError):
         message = (
             f"{len(self.problems)} value(s) of the state cannot be stored:\n"
             + "\n".join(shown)
-            + "\nConvert them, add aiockpt.register_leaf(type, encode, decode), or pass allow_pickle=True."
+            + f"\n{remedy}"
         )
         path = self.problems[0][0] if self.problems else None
-        super().__init__(message, step=step, path=path)
+        super().__init__(message, step=step, file=file, path=path)
 
 
 class StepError(UsageError, ValueError):
@@ -382,6 +391,8 @@ class UnsafeFileError(CheckpointError, ValueError):
 
 class PublishError(CheckpointError, RuntimeError):
     """The step is committed, and a publisher failed for good; only ever in `saver.failures`.
+
+    With a `FileSaver`: the file is in place, and an after-save hook failed.
 
     Attributes:
         publisher: its name.

@@ -81,6 +81,11 @@ class PendingSave(Awaitable[Checkpoint]):
         self.progress = Progress(notify=self._wake)
         self.capture_seconds = 0.0
         self.blocked_seconds = 0.0
+        self._label = f"step {step}"
+        self._facts: dict[str, Any] = {"step": step}
+        """What errors know of it."""
+        self._arguments = f"..., step={step}"
+        """Of the call, for messages."""
         self._loop = loop
         self._phase = Phase.CALLED
         self._called = time.perf_counter()
@@ -96,7 +101,7 @@ class PendingSave(Awaitable[Checkpoint]):
 
     def __repr__(self) -> str:
         how = f"failed: {self._error}" if self._error else self._phase.name.lower()
-        return f"<PendingSave step {self.step} {self.save_id[:8]} {how}>"
+        return f"<{type(self).__name__} {self._label} {self.save_id[:8]} {how}>"
 
     @property
     def phase(self) -> Phase:
@@ -140,7 +145,7 @@ class PendingSave(Awaitable[Checkpoint]):
         """
         self._check_loop()
         if self._as_task is None:
-            name = f"aiockpt wait for step {self.step}"
+            name = f"aiockpt wait for {self._label}"
             self._as_task = self._loop.create_task(self.committed(), name=name)
         return self._as_task
 
@@ -155,7 +160,7 @@ class PendingSave(Awaitable[Checkpoint]):
             UsageError: it is not done.
         """
         if not self.done():
-            raise UsageError(f"the save of step {self.step} is not done", step=self.step)
+            raise UsageError(f"the save of {self._label} is not done", **self._facts)
         self._reported = True
         return self._error
 
@@ -265,7 +270,7 @@ class PendingSave(Awaitable[Checkpoint]):
     def _check_loop(self) -> None:
         if asyncio._get_running_loop() is not self._loop:
             message = "this save belongs to another thread or event loop; use it there, or aiockpt.sync"
-            raise UsageError(message, step=self.step)
+            raise UsageError(message, **self._facts)
 
     async def _reached(self, phase: Phase) -> None:
         self._check_loop()

@@ -229,7 +229,8 @@ class Saver(Leaving):
             BusyError: too many saves are pending, or the budget does not hold the state.
         """
         self._owner.check()
-        self._saving.ledger.refuse_if_busy(as_step(step))
+        number = as_step(step)
+        self._saving.ledger.refuse_if_busy(f"step {number}", step=number)
         return self._copy_now(self._request(state, step, options))
 
     async def restore(

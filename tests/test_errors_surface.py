@@ -29,8 +29,8 @@ from aiockpt import (
     StepExistsError,
     StorageError,
     UsageError,
+    _running,
 )
-from aiockpt import _saving as saving
 from aiockpt.storage.memory import MemoryStore
 from aiockpt.testing import FaultyStore
 from tests.proof import assert_sound, litter, steps
@@ -467,7 +467,7 @@ async def test_unwinding_that_gets_stuck_is_written_off_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store that swallows cancellation for ever cannot keep `aclose`."""
-    monkeypatch.setattr(saving, "UNWIND_TRIES", 1)
+    monkeypatch.setattr(_running, "UNWIND_TRIES", 1)
     store = FaultyStore(MemoryStore(), None, "stall")
     saver = await Saver(store, drain_timeout=0.05).__aenter__()
     pending = await saver.stage({"n": 1}, step=1)

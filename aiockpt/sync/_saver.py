@@ -168,7 +168,8 @@ class Saver(Facts):
             BusyError: too many saves are pending, or the budget does not hold the state.
         """
         ledger, number = self._inner._saving.ledger, as_step(step)
-        self._open().ask(lambda: ledger.refuse_if_busy(number))  # before the capture, which may be long
+        # Before the capture, which may be long.
+        self._open().ask(lambda: ledger.refuse_if_busy(f"step {number}", step=number))
         return self._carry(self._request(state, step, options), self._copy_now)
 
     def staging(self, state: Any, *, step: int, **options: Unpack[SaveOptions]) -> Staging:
@@ -265,7 +266,8 @@ class Saver(Facts):
 
     async def _copy_now(self, request: Request) -> None:
         try:
-            self._inner._saving.ledger.refuse_if_busy(request.step)  # another thread may have been quicker
+            # Another thread may have been quicker.
+            self._inner._saving.ledger.refuse_if_busy(request.pending._label, step=request.step)
         except BusyError:
             request.drop()
             raise
