@@ -38,6 +38,8 @@ class Lane(enum.Enum):
     """Reads, writes and hashes of whole blocks."""
     CONTROL = ("control", 2)
     """Small calls that must not queue behind bulk I/O: locks, leases, `latest`."""
+    USER = ("user", 4)
+    """Functions of the user's, which may take as long as they like."""
 
 
 _lanes: dict[Lane, LaneExecutor] = {}
