@@ -50,6 +50,7 @@ from .errors import (
     UnsupportedStateError,
     UsageError,
 )
+from .filesaver import FileSaver, PendingFile, SavedFile
 from .layouts.per_item import PerItem
 from .listeners import Failure, Listener
 from .pending import Event, PendingSave, Phase
@@ -76,11 +77,13 @@ __all__ = [
     "DrainTimeoutError",
     "Event",
     "Failure",
+    "FileSaver",
     "ForeignFormatError",
     "Lease",
     "LeaseInfo",
     "Listener",
     "LoadReport",
+    "PendingFile",
     "PendingSave",
     "PerItem",
     "Phase",
@@ -96,6 +99,7 @@ __all__ = [
     "SaveError",
     "SaveErrors",
     "SavePlan",
+    "SavedFile",
     "Saver",
     "SaverStats",
     "StateMismatchError",
