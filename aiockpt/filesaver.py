@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Coroutine, Generator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, cast
 
 import torch
 
@@ -115,7 +115,7 @@ class FileSaver(Ending[FileEntry]):
         **kwds: Any,
     ) -> None:
         super().__init__(on_overlap=on_overlap, on_failure=on_failure)
-        self._savefun: Any = savefun
+        self._savefun = cast("Callable[..., Any]", savefun)
         self._kwds = kwds
         self._drain_timeout = drain_timeout
         self._tmp_dir = None if tmp_dir is None else os.path.abspath(tmp_dir)
