@@ -197,22 +197,37 @@ def _rebuild(
     tensor: Callable[[int], torch.Tensor],
     buffer: Callable[[int], memoryview],
 ) -> object:
-    made: dict[int, torch.Tensor] = {}
-
-    def get(row: int) -> torch.Tensor:
-        if row not in made:
-            *_, flags, alias = rows[row]
-            plain = tensor(row) if alias < 0 else get(alias).detach()
-            if alias >= 0 and rows[alias][4] == flags:
-                made[row] = made[alias]
-            elif flags & PARAMETER:
-                made[row] = torch.nn.Parameter(plain.detach(), requires_grad=bool(flags & REQUIRES_GRAD))
-            else:
-                made[row] = plain.detach().requires_grad_() if flags & REQUIRES_GRAD else plain
-        return made[row]
-
     buffers = [buffer(i) for i, row in enumerate(rows) if row[4] & BUFFER]
-    return _Unpickler(skeleton, get, buffers).load()
+    return _Unpickler(skeleton, _Made(rows, tensor).get, buffers).load()
+
+
+class _Made:
+    """The tensors of a target that is put together, made when the pickle comes to them.
+
+    No cycle of references may run through it: the memory counts as used until all of them are gone.
+    """
+
+    def __init__(self, rows: Sequence[Row], tensor: Callable[[int], torch.Tensor]) -> None:
+        self._rows = rows
+        self._tensor = tensor
+        self._made: dict[int, torch.Tensor] = {}
+
+    def get(self, row: int) -> torch.Tensor:
+        """The row's tensor; of tied rows the same one, unless one is a parameter and the other is not."""
+        if row not in self._made:
+            *_, flags, alias = self._rows[row]
+            plain = self._tensor(row) if alias < 0 else self.get(alias)
+            if alias < 0 or self._rows[alias][4] != flags:
+                plain = _dressed(plain, flags)
+            self._made[row] = plain
+        return self._made[row]
+
+
+def _dressed(plain: torch.Tensor, flags: int) -> torch.Tensor:
+    grad = bool(flags & REQUIRES_GRAD)
+    if flags & PARAMETER:
+        return torch.nn.Parameter(plain.detach(), requires_grad=grad)
+    return plain.detach().requires_grad_() if grad else plain.detach()
 
 
 class _Unpickler(pickle.Unpickler):

@@ -57,7 +57,8 @@ def names(folder: Path) -> list[str]:
 
 def children() -> list[psutil.Process]:
     """Processes below this one that have not been reaped."""
-    return psutil.Process().children(recursive=True)
+    found: list[psutil.Process] = psutil.Process().children(recursive=True)
+    return found
 
 
 def worker_pid(saver: FileSaver) -> int:
