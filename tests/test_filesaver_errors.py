@@ -176,7 +176,7 @@ async def test_a_stuck_savefun_is_written_off(tmp_path: Path) -> None:
 
 
 async def test_files_folders_and_what_is_replaced(tmp_path: Path) -> None:
-    """A file replaces a file; a folder what this saver wrote; folders above are made; nothing else lies about."""
+    """A file replaces a file, a folder one that this saver wrote; folders above are made; nothing is left."""
     first, last = tmp_path / "new" / "deep" / "first", tmp_path / "new" / "last"
     async with FileSaver(write_folder) as folders, FileSaver() as files:
         for n in range(3):
@@ -208,6 +208,8 @@ async def test_a_folder_of_somebody_elses_is_never_replaced(savefun: Any, tmp_pa
         await saver.save(target(1), tmp_path / "own")
         (tmp_path / "own").rename(tmp_path / "gone")
         (tmp_path / "own").symlink_to(mine)
+        if savefun is write_folder:
+            await saver.save(target(1), tmp_path / "own")  # in place of the link
     async with FileSaver(late) as saver:
         with pytest.raises((UsageError, StorageError)):
             await saver.save(target(1), tmp_path / "late")
@@ -216,7 +218,7 @@ async def test_a_folder_of_somebody_elses_is_never_replaced(savefun: Any, tmp_pa
 
 
 async def test_names_without_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the file system cannot swap two names the older folder goes aside first, and comes back on error."""
+    """Where two names cannot be swapped the older folder goes aside first, and comes back on error."""
     monkeypatch.setattr(_placing, "_exchange", lambda one, other: False)
     async with FileSaver(write_folder) as saver:
         for n in range(2):
@@ -260,7 +262,7 @@ async def test_everything_is_flushed_before_it_is_moved(
 ) -> None:
     """Each file, each folder, then the move, then the folder it went to."""
     log: list[str] = []
-    fsync, rename = os.fsync, os.rename
+    fsync = os.fsync
 
     def noted(fd: int) -> None:
         log.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
@@ -270,10 +272,14 @@ async def test_everything_is_flushed_before_it_is_moved(
         (tmp_path / "run").mkdir()
         monkeypatch.setattr(os, "fsync", noted)
         place = saver._files.rename
-        monkeypatch.setattr(saver._files, "rename", lambda *names: (log.append("MOVE"), place(*names))[1])
+
+        def move(src: str, dst: str) -> None:
+            log.append("MOVE")
+            place(src, dst)
+
+        monkeypatch.setattr(saver._files, "rename", move)
         await saver.save(target(1), tmp_path / "run" / "a")
         monkeypatch.undo()
-    assert os.rename is rename
     at = log.index("MOVE")
     assert {"model.pt", "half.pt", "steps.pt", "deep", "a"} == set(log[:at])
     assert log[at + 1 :] == ["run"]
@@ -306,15 +312,15 @@ async def test_a_failing_disk_leaves_nothing(
 
 async def test_a_savefun_that_writes_something_else(tmp_path: Path) -> None:
     """Another name, a second file, nothing at all: told with what was found, and removed."""
-    wrong = {
-        "a.npz": lambda path, given: Path(f"{path}.npz").touch(),
-        "a, b": lambda path, given: (Path(path).touch(), Path(path).with_name("b").touch()),
-        "nothing": lambda path, given: None,
-    }
-    for what, savefun in wrong.items():
-        async with FileSaver(savefun) as saver:
-            with pytest.raises(SaveError, match=rf"wrote {what.removeprefix('a, ')}.* Only 'a'"):
-                await saver.save(1, tmp_path / "a")
+
+    def savefun(path: str, given: list[str]) -> None:
+        for name in given:
+            Path(path).with_name(name).touch()
+
+    async with FileSaver(savefun) as saver:
+        for given, told in ((["a.npz"], "a.npz"), (["a", "b"], "b beside it"), ([], "nothing")):
+            with pytest.raises(SaveError, match=rf"wrote {told}\. Only 'a'"):
+                await saver.save(given, tmp_path / "a")
     assert names(tmp_path) == []
 
 
