@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -96,11 +97,6 @@ def write_json(path: str, target: Any, *, indent: int | None = None, extra: str 
     Path(path).write_text(json.dumps(record | {"target": target, "extra": extra}, indent=indent))
 
 
-async def write_async(path: str, target: Any) -> None:
-    """A coroutine function."""
-    write_json(path, target)
-
-
 def write_folder(path: str, target: dict[str, Any]) -> None:
     """A folder with a file an entry, one of them deeper."""
     os.makedirs(os.path.join(path, "deep"))
@@ -141,7 +137,8 @@ def slow(path: str, target: Any, *, mark: str, seconds: float = 60.0) -> None:
 KEPT: list[Any] = []
 
 
-def keeper(path: str, target: Any) -> None:
+async def keeper(path: str, target: Any) -> None:
     """Hold on to what it got; write what all it got looks like by now."""
+    await asyncio.sleep(0)
     KEPT.append(target)
     torch.save([number_in(one) for one in KEPT], path)

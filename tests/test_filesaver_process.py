@@ -6,14 +6,12 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -32,7 +30,6 @@ from tests.filesavers import (
     slow,
     target,
     worker_pid,
-    write_async,
     write_json,
 )
 from tests.savers import until
@@ -83,28 +80,21 @@ async def test_process_queue_writer(tmp_path: Path) -> None:
             for handle in handles:
                 await handle
         assert len(saver._saving._arenas._idle) == 3
-    assert told == [(f"{r}{n}.pt", os.getpid()) for r in range(2) for n in range(3)]
+        # A larger target gets larger memory, in place of one of these.
+        state["w"] = torch.randn(1 << 20)
+        await saver.save(state, tmp_path / "large.pt")
+        assert torch.equal(read(tmp_path / "large.pt")["w"], state["w"])
+        assert len(saver._saving._arenas._idle) == 3
+    assert told[:-1] == [(f"{r}{n}.pt", os.getpid()) for r in range(2) for n in range(3)]
     assert {name: number_in(read(tmp_path / name)) for name in names(tmp_path)} == {
-        "02.pt": 2,
         "10.pt": 10,
         "11.pt": 11,
         "12.pt": 12,
+        "large.pt": 12,
     }
 
 
 # ---------------------------------------------------------------- what may be run
-
-
-async def test_an_async_savefun_and_a_growing_target(tmp_path: Path) -> None:
-    """A coroutine function runs on a loop of the process's own; larger targets get larger memory."""
-    async with FileSaver(write_async, worker="process") as saver:
-        await saver.save({"a": 1}, tmp_path / "a.json")
-    assert json.loads((tmp_path / "a.json").read_text())["target"] == {"a": 1}
-    async with FileSaver(worker="process") as saver:
-        for exponent in (10, 20, 22, 12):
-            w = torch.randn(1 << exponent)
-            await saver.save({"w": w}, tmp_path / "w.pt")
-            assert torch.equal(read(tmp_path / "w.pt")["w"], w)
 
 
 def test_what_cannot_be_imported_is_refused_at_once() -> None:
@@ -120,6 +110,7 @@ def test_what_cannot_be_imported_is_refused_at_once() -> None:
         FileSaver(write_json, worker="process", extra=lambda: 1)
 
 
+@pytest.mark.slow
 async def test_keywords_of_one_save_are_looked_at_at_the_call(tmp_path: Path) -> None:
     """Before anything is written."""
     async with FileSaver(write_json, worker="process") as saver:
@@ -128,6 +119,7 @@ async def test_keywords_of_one_save_are_looked_at_at_the_call(tmp_path: Path) ->
     assert names(tmp_path) == []
 
 
+@pytest.mark.slow
 async def test_what_the_savefun_keeps_stays_as_it_was(tmp_path: Path) -> None:
     """Memory that something in the process refers to is not used again."""
     async with FileSaver(keeper, worker="process") as saver:
@@ -137,12 +129,13 @@ async def test_what_the_savefun_keeps_stays_as_it_was(tmp_path: Path) -> None:
         assert saver._saving._arenas._idle == []
 
 
+@pytest.mark.slow
 def test_functions_and_classes_of_a_script(tmp_path: Path) -> None:
     """The main module is imported in the process if something of it is needed, and only then."""
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent("""
-        import asyncio, dataclasses, sys
+        import asyncio, dataclasses
         import aiockpt
 
         with open("imported", "a") as file:
@@ -152,29 +145,27 @@ def test_functions_and_classes_of_a_script(tmp_path: Path) -> None:
         class Config:
             n: int
 
-        def savefun(path, target):
-            with open(path, "w") as file:
-                file.write(repr(target))
-
         async def main():
-            async with aiockpt.FileSaver(worker="process") as plain:
-                await plain.save([1], "plain.pt")
-            async with aiockpt.FileSaver(savefun, worker="process") as saver:
-                await saver.save([Config(1)], "a.txt")
-                await saver.save([Config(2)], "b.txt")
+            async with aiockpt.FileSaver(worker="process") as saver:
+                await saver.save([1], "plain.pt")
+                assert open("imported").read().split() == ["__main__"]
+                await saver.save([Config(1)], "a.pt")
+                await saver.save([Config(2)], "b.pt")
 
         if __name__ == "__main__":
             asyncio.run(main())
+            import torch
+            assert torch.load("b.pt", weights_only=False) == [Config(2)]
         """)
     )
     done = subprocess.run(
         [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "b.txt").read_text() == "[Config(n=2)]"
     assert (tmp_path / "imported").read_text().split() == ["__main__", "__mp_main__"]
 
 
+@pytest.mark.slow
 def test_a_function_that_was_typed_in() -> None:
     """Its module has no file to import."""
     code = """
@@ -217,37 +208,36 @@ async def test_errors_come_with_type_text_and_traceback(tmp_path: Path) -> None:
     assert names(tmp_path) == ["b"]
 
 
+@pytest.mark.slow
 async def test_the_death_of_the_process_fails_one_save(tmp_path: Path) -> None:
     """The save under way says how it died; the next one has a new process; what was staged is written."""
     async with FileSaver(fail, worker="process", max_pending=2) as saver:
         first = await saver.stage(target(1), tmp_path / "a", how="die")
         second = await saver.stage(target(2), tmp_path / "b", how="not at all")
-        with pytest.raises(
-            SaveError, match=r"worker process \d+ was killed by SIGKILL while it wrote"
-        ) as caught:
+        with pytest.raises(SaveError, match=r"process \d+ was killed by SIGKILL while it wrote") as caught:
             await first
         assert isinstance(caught.value.__cause__, ChildProcessError)
         assert caught.value.file == str(tmp_path / "a")
         await second
         pid = worker_pid(saver)
-        psutil.Process(pid).kill()
-        await until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+        psutil.Process(pid).kill()  # it is idle: no save suffers from that
         await saver.save(target(3), tmp_path / "c", how="not at all")
         assert worker_pid(saver) != pid
     assert names(tmp_path) == ["b", "c"]
 
 
-async def test_a_process_that_cannot_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+async def test_a_process_that_cannot_start_is_told(tmp_path: Path) -> None:
     """It ends before it is ready: the save says so, and the next one tries again."""
     async with FileSaver(worker="process") as saver:
         psutil.Process(worker_pid(saver)).kill()
-        saver._saving.worker._process.poll = lambda: None  # type: ignore[attr-defined]
         with pytest.raises(SaveError, match="was killed by SIGKILL before it was ready"):
             await saver.save(target(1), tmp_path / "a")
         await saver.save(target(2), tmp_path / "a")
     assert number_in(read(tmp_path / "a")) == 2
 
 
+@pytest.mark.slow
 async def test_a_cancelled_save_ends_its_process(tmp_path: Path) -> None:
     """At once, however long the savefun would take; the next save works."""
     mark = tmp_path / "inside"
@@ -261,10 +251,18 @@ async def test_a_cancelled_save_ends_its_process(tmp_path: Path) -> None:
         with pytest.raises(SaveCancelledError):
             await pending
         assert names(tmp_path / "run") == []
-        await saver.save(target(2), tmp_path / "run" / "b", mark=str(mark), seconds=0.0)
+        mark.unlink()
+        pending = await saver.stage(target(2), tmp_path / "run" / "b", mark=str(mark), seconds=0.2)
+        await until(mark.exists)
+        ticks = 0
+        while not pending.done():  # and the loop turns meanwhile
+            await asyncio.sleep(0.001)
+            ticks += 1
+        assert ticks > 20
     assert number_in(read(tmp_path / "run" / "b")) == 2
 
 
+@pytest.mark.slow
 async def test_a_stuck_process_is_killed_at_the_end(tmp_path: Path) -> None:
     """`drain_timeout` holds for it too, and nothing is leaked."""
     mark = tmp_path / "inside"
@@ -299,9 +297,9 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_parent_takes_its_process_along(number: signal.Signals, tmp_path: Path) -> None:
-    """In the middle of a savefun, and though a forked child holds the line. What remains is the hidden folder."""
+@pytest.mark.slow
+def test_a_killed_parent_takes_its_process_along(tmp_path: Path) -> None:
+    """In the middle of a savefun, though a forked child holds the line. What remains is the hidden folder."""
     (tmp_path / "run").mkdir()
     mark = tmp_path / "inside"
     command = [sys.executable, "-c", PARENT, str(tmp_path / "run"), str(mark)]
@@ -314,7 +312,7 @@ def test_a_killed_parent_takes_its_process_along(number: signal.Signals, tmp_pat
         while len(family) < 2:
             time.sleep(0.01)
             family = psutil.Process(parent.pid).children(recursive=True)
-        parent.send_signal(number)
+        parent.kill()
         parent.wait(20)
         child.wait(20)
         for other in family:  # the forked one, which the kernel does not end
@@ -325,6 +323,7 @@ def test_a_killed_parent_takes_its_process_along(number: signal.Signals, tmp_pat
     assert left.endswith(".tmp")
 
 
+@pytest.mark.slow
 def test_a_saver_that_nobody_closed_leaves_no_process(tmp_path: Path) -> None:
     """The interpreter ends, and the process with it."""
     code = """
@@ -348,22 +347,3 @@ def test_a_saver_that_nobody_closed_leaves_no_process(tmp_path: Path) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(int(done.stdout)).wait(20)
     assert names(tmp_path) == ["a.pt"]
-
-
-async def test_the_loop_goes_on_meanwhile(tmp_path: Path) -> None:
-    """A savefun that never lets its interpreter go keeps neither the loop nor the caller."""
-    ticks: list[Any] = []
-
-    async def tick() -> None:
-        while True:
-            await asyncio.sleep(0.001)
-            ticks.append(None)
-
-    mark = tmp_path / "inside"
-    async with FileSaver(slow, worker="process") as saver:
-        pending = await saver.stage(target(1), tmp_path / "a", mark=str(mark), seconds=0.2)
-        await until(mark.exists)
-        ticking = asyncio.create_task(tick())
-        await pending
-        ticking.cancel()
-    assert len(ticks) > 20

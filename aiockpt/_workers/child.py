@@ -44,6 +44,7 @@ def main(fd: int, parent: int) -> None:
             while True:
                 order, memory = wire.receive(line)
                 assert isinstance(order, wire.Order)
+                wire.send(line, wire.Reply())  # begun: from here on its death is this order's
                 wire.send(line, _serve(order, memory, arenas))
         except (EOFError, ConnectionError):
             return

@@ -36,6 +36,8 @@ class ProcessWorker(Worker):
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._ready = False
+        self._begun = False
+        """The process has taken up the order under way."""
         self._known: set[int] = set()
         """Numbers of the memory that the process has mapped."""
         self._forget: list[int] = []
@@ -90,10 +92,7 @@ class ProcessWorker(Worker):
             Exception: what the savefun raised, with its traceback as a note.
         """
         try:
-            if self._process is None or self._process.poll() is not None:
-                await self.stop()
-                await offload(self._spawn, lane=Lane.CONTROL)
-            reply = await self._ask(job)
+            reply = await self._try_twice(job)
         except (EOFError, ConnectionError):
             error = await settle(self._died(job))
             raise error  # noqa: B904  # its cause is how the process ended
@@ -107,9 +106,23 @@ class ProcessWorker(Worker):
 
     async def stop(self) -> None:
         """End the process, if there is one, and wait until it is gone."""
-        await settle(self._end(END_SECONDS))
+        await settle(self._end(END_SECONDS if self._ready else 0.0))
 
     # The process
+
+    async def _try_twice(self, job: Job) -> wire.Reply:
+        if self._process is None:
+            await offload(self._spawn, lane=Lane.CONTROL)
+        self._begun, idle = False, self._ready
+        try:
+            return await self._ask(job)
+        except (EOFError, ConnectionError):
+            if self._begun or not idle:
+                raise
+        # It had died before, with nothing to do: no save is to suffer from that.
+        await self._end(END_SECONDS)
+        await offload(self._spawn, lane=Lane.CONTROL)
+        return await self._ask(job)
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
@@ -141,11 +154,11 @@ class ProcessWorker(Worker):
 
     async def _died(self, job: Job) -> SaveError:
         """What to raise when the line broke."""
-        process, was_ready = self._process, self._ready
+        process, was_begun = self._process, self._begun
         await self._end(END_SECONDS)
         code = None if process is None else process.returncode
         who = "the worker process" if process is None else f"the worker process {process.pid}"
-        when = "while it wrote" if was_ready else "before it was ready to write"
+        when = "while it wrote" if was_begun else "before it was ready to write"
         error = SaveError(f"{who} {_how(code)} {when} {job.path}; what it had written was removed")
         error.__cause__ = ChildProcessError(f"{who} {_how(code)}")
         return error
@@ -163,6 +176,8 @@ class ProcessWorker(Worker):
         await wire.send_async(line, data, arena.fd if new else None)
         self._known.add(arena.number)
         self._known.difference_update(forget)
+        await wire.receive_async(line)
+        self._begun = True
         reply: Any = await wire.receive_async(line)
         assert isinstance(reply, wire.Reply)
         return reply
