@@ -270,7 +270,7 @@ class Filing(Running[FileEntry]):
 
     # The end
 
-    async def _close(self, deadline: float | None) -> None:
+    async def _close(self, deadline: float | None, seconds: float | None) -> CheckpointError | None:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         if await self.after.close(left):
             self._report(DrainTimeoutError("after-save hooks did not end in time; they were cancelled"))
@@ -278,3 +278,4 @@ class Filing(Running[FileEntry]):
             entry.told.set()
         await self.worker.stop()
         self._arenas.close()
+        return None
