@@ -23,7 +23,7 @@ from ._placing import Place
 from ._workers import Call, Job, Worker
 from ._workers.process import ProcessWorker
 from ._workers.thread import InlineWorker, ThreadWorker
-from .errors import UsageError
+from .errors import CheckpointError, SaveError, UsageError
 from .pending import PendingSave
 from .policies import Keep, KeepFunction, as_keep
 from .policies.keep import KeepLast
@@ -99,6 +99,7 @@ class FileSaver(Ending[FileEntry]):
 
     Raises:
         UsageError: an option is wrong, or the worker cannot run the savefun.
+        SaveError: on entering: the worker cannot be started.
     """
 
     def __init__(
@@ -141,9 +142,12 @@ class FileSaver(Ending[FileEntry]):
                 await self._inner.__aenter__()
                 self._inner_owned = True
             await self._saving.worker.start(Call(self._savefun, self._kwds))
-        except BaseException:
+        except BaseException as error:
             self._owner.closed = True
-            raise
+            await self._dispose()
+            if not isinstance(error, OSError) or isinstance(error, CheckpointError):
+                raise
+            raise SaveError(f"cannot start the worker: {error}") from error
         return self
 
     # Saving

@@ -207,7 +207,7 @@ async def test_the_death_of_the_process_fails_one_save(tmp_path: Path) -> None:
     async with FileSaver(fail, worker="process", max_pending=2) as saver:
         first = await saver.stage(target(1), tmp_path / "a", how="die")
         second = await saver.stage(target(2), tmp_path / "b", how="not at all")
-        with pytest.raises(SaveError, match=r"process \d+ was killed by SIGKILL while it wrote") as caught:
+        with pytest.raises(SaveError, match=r"process \d+ was killed by SIGKILL while it wrote a;") as caught:
             await first
         assert isinstance(caught.value.__cause__, ChildProcessError)
         assert caught.value.file == str(tmp_path / "a")
@@ -228,6 +228,15 @@ async def test_a_process_that_cannot_start_is_told(tmp_path: Path) -> None:
             await saver.save(target(1), tmp_path / "a")
         await saver.save(target(2), tmp_path / "a")
     assert number_in(read(tmp_path / "a")) == 2
+
+
+async def test_a_worker_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entering says so; the saver is closed."""
+    monkeypatch.setattr("multiprocessing.spawn.get_executable", lambda: str(tmp_path / "no python"))
+    saver = FileSaver(worker="process")
+    with pytest.raises(SaveError, match=r"cannot start the worker: .*no python"):
+        await saver.__aenter__()
+    await saver.aclose()
 
 
 @pytest.mark.slow

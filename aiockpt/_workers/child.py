@@ -34,8 +34,8 @@ def main(fd: int, parent: int) -> None:
     """
     # Ctrl-C and the scheduler's notice go to the whole group. The parent decides what becomes of its
     # saves; when it is done, or gone, so is this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, _nothing)
+    signal.signal(signal.SIGTERM, _nothing)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     arenas: dict[int, Arena] = {}
     with socket.socket(fileno=fd) as line:
@@ -48,6 +48,10 @@ def main(fd: int, parent: int) -> None:
                 wire.send(line, _serve(order, memory, arenas))
         except (EOFError, ConnectionError):
             return
+
+
+def _nothing(*_: object) -> None:
+    """A handler of its own: what the savefun starts would inherit that a signal is ignored."""
 
 
 def _watch(parent: int) -> None:

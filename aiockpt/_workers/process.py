@@ -159,7 +159,8 @@ class ProcessWorker(Worker):
         code = None if process is None else process.returncode
         who = "the worker process" if process is None else f"the worker process {process.pid}"
         when = "while it wrote" if was_begun else "before it was ready to write"
-        error = SaveError(f"{who} {_how(code)} {when} {job.path}; what it had written was removed")
+        name = os.path.basename(job.path)
+        error = SaveError(f"{who} {_how(code)} {when} {name}; what it had written is removed")
         error.__cause__ = ChildProcessError(f"{who} {_how(code)}")
         return error
 
