@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from types import TracebackType
+from typing import Self
 
 from . import _threads
 from ._admission import Admission, E
@@ -22,6 +23,9 @@ class Ending(Admission[E]):
     _drain_timeout: float | None
 
     # What the kind of saver decides
+
+    async def __aenter__(self) -> Self:
+        raise NotImplementedError
 
     def _name(self) -> str:
         """What it is, for a message."""

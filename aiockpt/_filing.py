@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from ._arena import Arenas
 from ._door import first, forget_frames, is_stuck
 from ._entry import Entry
 from ._ledger import Ledger
+from ._log import log
 from ._placing import Place
 from ._running import Running
 from ._threads import Lane, offload, settle
@@ -32,8 +32,6 @@ from .pending import Phase
 from .policies import Keep
 
 __all__ = ["FileEntry", "Filing", "Hook", "SavedFile"]
-
-log = logging.getLogger("aiockpt")
 
 Hook = Callable[[Path], object]
 """Gets the path; an awaitable that it returns is awaited."""
@@ -123,6 +121,9 @@ class Filing(Running[FileEntry]):
         self._untold: set[FileEntry] = set()
         self._arenas = Arenas(shared=worker.remote)
         self._one_at_a_time = asyncio.Lock()
+
+    def _about(self, entry: FileEntry) -> tuple[str | None, int | None]:
+        return entry.place.folder, None
 
     async def _carry_out(self, entry: FileEntry) -> None:
         pending, job = entry.pending, entry.job

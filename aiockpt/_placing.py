@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import os
 import shutil
 from collections.abc import Collection, Iterator
 
 from ._direct import named
 from ._files import FileSystem
+from ._log import log
 from .errors import SaveError, UsageError
 
 __all__ = ["Place", "remove"]
-
-log = logging.getLogger("aiockpt")
 
 RENAME_EXCHANGE = 2
 AT_FDCWD = -100

@@ -104,6 +104,7 @@ class FileSaver(Ending[FileEntry]):
 
     def __init__(
         self,
+        /,
         savefun: Callable[..., Any] | FileSaver = torch.save,  # noqa: TID251  # the user's own format
         *,
         worker: Literal["inline", "thread", "process"] | Worker = "thread",
@@ -152,7 +153,9 @@ class FileSaver(Ending[FileEntry]):
 
     # Saving
 
-    def save(self, target: Any, path: str | os.PathLike[str], **more: Any) -> Coroutine[Any, Any, SavedFile]:
+    def save(
+        self, target: Any, path: str | os.PathLike[str], /, **more: Any
+    ) -> Coroutine[Any, Any, SavedFile]:
         """Save; the await returns when it is durable under its name and the hooks have run.
 
         Args:
@@ -172,7 +175,7 @@ class FileSaver(Ending[FileEntry]):
         return self._call("save", entry, partial(self._save, entry))
 
     def stage(
-        self, target: Any, path: str | os.PathLike[str], **more: Any
+        self, target: Any, path: str | os.PathLike[str], /, **more: Any
     ) -> Coroutine[Any, Any, PendingFile]:
         """Save; the await returns when the target may change. The rest goes on by itself.
 

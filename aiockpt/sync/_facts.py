@@ -6,34 +6,19 @@ import inspect
 
 from .. import saver
 from .._on_error import finish_on_error, note_failure
-from ..errors import CheckpointError
-from ..pending import PendingSave as AsyncPendingSave
 from ..stats import SaverStats
-from ._door import Door
-from ._pending import PendingSave
+from ._entered import Entered
 
 __all__ = ["Facts"]
 
 
-class Facts(Door[saver.Saver]):
+class Facts(Entered[saver.Saver]):
     """The half of a saver that only looks."""
 
     @property
     def run_id(self) -> str:
         """The run's id, once the saver is entered."""
         return self._inner.run_id
-
-    @property
-    def pending(self) -> tuple[PendingSave, ...]:
-        """The saves under way, oldest first."""
-        bridge = self._bridge
-        return () if bridge is None else tuple(map(self._handle, bridge.ask(lambda: self._inner.pending)))
-
-    @property
-    def failures(self) -> tuple[CheckpointError, ...]:
-        """The errors of past saves, and of publishers, the last hundred."""
-        bridge = self._bridge
-        return () if bridge is None else bridge.ask(lambda: self._inner.failures)
 
     @property
     def stats(self) -> SaverStats:
@@ -49,10 +34,6 @@ class Facts(Door[saver.Saver]):
     def request_stop(self, reason: str) -> None:
         """Ask training to stop; from any thread. The first reason stays."""
         self._inner.request_stop(reason)
-
-    def _handle(self, pending: AsyncPendingSave) -> PendingSave:
-        assert self._bridge is not None
-        return PendingSave(pending, self._bridge)
 
     def _run_on_error(self, body: BaseException) -> None:
         """Call `save_on_error` on this thread, where the verbs it uses can block."""
