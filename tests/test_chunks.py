@@ -19,6 +19,7 @@ from aiockpt._manifest import PIECE_BYTES, TensorPage, decode_page, encode_page
 from aiockpt._names import new_save_id
 from aiockpt._reads import box_spans
 from aiockpt.checkpoint import Checkpoint
+from aiockpt.storage import open_store
 
 # ---------------------------------------------------------------- coverage, pure
 
@@ -146,15 +147,8 @@ async def test_chunks_of_two_ranks_are_one_tensor(tmp_path: Path) -> None:
     async with aiockpt.Catalog(tmp_path) as catalog:
         report = await catalog.verify(checkpoint)
         assert report.tensors == 3
-    manifest = await aiockpt.CheckpointReader(catalog_store(tmp_path), checkpoint.name, step=1).manifest()
+    manifest = await aiockpt.CheckpointReader(open_store(tmp_path), checkpoint.name, step=1).manifest()
     assert [(item.name, item.tensors, item.nbytes) for item in manifest.items] == [("model", 3, 152)]
-
-
-def catalog_store(run: Path) -> Any:
-    """The run as a store."""
-    from aiockpt.storage import open_store
-
-    return open_store(run)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +168,22 @@ async def test_a_hole_or_an_overlap_is_never_committed(
         await write(tmp_path, halves)
     assert error.value.path == "model/weight"
     assert not [p for p in tmp_path.iterdir() if "step" in p.name]
+
+
+async def test_ranks_may_write_in_any_order_into_an_attempt_that_is_there(tmp_path: Path) -> None:
+    """With `attempt=` nobody waits for rank 0: it was begun before all of them."""
+    store, save_id = open_store(tmp_path), new_save_id()
+    await store.prepare()
+    begun = await store.begin("step-00000001", save_id)
+    parts = []
+    for rank, attempt in ((1, await store.attach("step-00000001", save_id)), (0, begun)):
+        writer = CheckpointWriter(store, step=1, save_id=save_id, rank=rank, world=2, attempt=attempt)
+        chunks = [ChunkSpec("model/weight", torch.float32, (6, 5), *box) for box in HALVES[rank]]
+        await writer.plan(chunks, resolve)
+        parts.append(await writer.write())
+    await writer.finish(parts)
+    state: Any = await aiockpt.load(tmp_path)
+    assert torch.equal(state["model"]["weight"], WEIGHT)
 
 
 async def test_a_tensor_of_two_ranks_is_refused(tmp_path: Path) -> None:

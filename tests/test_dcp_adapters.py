@@ -165,6 +165,19 @@ def test_a_step_is_written_once_unless_overwritten(tmp_path: Path) -> None:
     assert target == {"a": 3}
 
 
+async def test_a_leased_step_outlives_being_overwritten(tmp_path: Path) -> None:
+    """Whoever reads the old generation keeps it; the next save of the step takes it away."""
+    await asyncio.to_thread(save, {"a": 1}, step_of(tmp_path))
+    async with aiockpt.Catalog(tmp_path) as catalog:
+        old = await catalog.get(1)
+        async with catalog.lease(old):
+            await asyncio.to_thread(save, {"a": 2}, step_of(tmp_path), AioStorageWriter(overwrite=True))
+            assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000001", "step-00000001.1"]
+            assert await catalog.load() == {"a": 2}
+        await asyncio.to_thread(save, {"a": 3}, step_of(tmp_path), AioStorageWriter(overwrite=True))
+        assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000001.2"]
+
+
 def test_use_collectives_false_is_refused(tmp_path: Path) -> None:
     """By its name, before anything else happens."""
     with pytest.raises(UsageError, match="use_collectives=False"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import threading
@@ -22,7 +23,7 @@ from aiockpt._tree import decode_value, find
 from aiockpt.checkpoint import Checkpoint
 from aiockpt.errors import CheckpointError, UsageError
 from aiockpt.reader import CheckpointReader, as_budget
-from aiockpt.storage import open_store
+from aiockpt.storage import Store, open_store
 
 from ._fill import Fill
 from ._flat import Flat, Leaf, flatten_saved
@@ -191,10 +192,11 @@ class _Load:
         self._options = options
         self._verify = verify
         self._reader: CheckpointReader
+        self._store: Store
 
     async def open(self) -> Metadata:
         """Find the checkpoint and read what describes it."""
-        store = open_store(self._place.run)
+        store = self._store = open_store(self._place.run)
         names = (await read_run(store)).names
         numbers = names.parse(self._place.name)
         if numbers is None:
@@ -217,7 +219,14 @@ class _Load:
         return self.flat.metadata
 
     async def read(self, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
-        """Read the items and hand them to the planner."""
+        """Read the items and hand them to the planner; the last thing it does."""
+        try:
+            await self._read(items, planner)
+        finally:
+            with contextlib.suppress(OSError):
+                await self._store.aclose()
+
+    async def _read(self, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
         assert self.flat is not None
         saved = await self._reader.metadata()
         fill = Fill(saved, planner)

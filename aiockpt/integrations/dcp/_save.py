@@ -8,6 +8,7 @@ import errno
 import os
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -20,6 +21,7 @@ from aiockpt._log import log
 from aiockpt._manifest import MANIFEST, MANIFEST_LIMIT, PartRecord
 from aiockpt._memory import BlockPool
 from aiockpt._names import StepNames, new_save_id
+from aiockpt._pinned import pinned_if_any
 from aiockpt._place import open_run
 from aiockpt._records import UserFile
 from aiockpt._runfiles import RunFiles
@@ -120,7 +122,7 @@ class Save:
         share_out(plans, ticket)
         try:
             await store.prepare()
-            await store.sweep()
+            await store.sweep(unless=partial(_is_wanted, store))
             run_id = await open_run(store, names, None, RunFiles({}))
             name, generation = await self._free_name(store, names, step, generation)
             ticket = Ticket(self.place.name, name, step, generation, ticket.save_id, run_id, len(plans))
@@ -244,10 +246,7 @@ class Save:
             raise UsageError("finish comes after write_data on the coordinator")
         checkpoint = await self._writer.finish(parts)
         for name in self._older:
-            try:
-                await self._store.retire(name)
-            except OSError as error:
-                log.warning("%s: %s could not be removed: %s", self._store.url, name, error)
+            await _retire(self._store, name)
         return checkpoint
 
     def written(self, failed: bool) -> None:
@@ -258,15 +257,17 @@ class Save:
     def close(self) -> None:
         """Let go; what was not committed is removed in the background. Any number of times."""
         if self._lease is not None:
-            self._lease.close(self._abort if self.is_coordinator else None)
+            self._lease.close(self._end)
 
-    async def _abort(self) -> None:
-        # Only by the coordinator: from another rank it would end what the others still write.
+    async def _end(self) -> None:
         with contextlib.suppress(OSError, asyncio.TimeoutError):
-            if self._writer is not None:
+            # Only by the coordinator: from another rank it would end what the others still write.
+            if self.is_coordinator and self._writer is not None:
                 await self._writer.abort()
-            elif self._attempt is not None:
+            elif self.is_coordinator and self._attempt is not None:
                 await self._attempt.abort()
+            if self._store is not None:
+                await self._store.aclose()
 
 
 def _nbytes(item: Any) -> int:
@@ -276,6 +277,22 @@ def _nbytes(item: Any) -> int:
     for n in item.tensor_data.chunk.sizes:
         size *= n
     return int(size)
+
+
+async def _is_wanted(store: Store, name: str) -> bool:
+    """Whether somebody has leased or promoted a step."""
+    return name in {folder for folder, _ in await pinned_if_any(store)}
+
+
+async def _retire(store: Store, name: str) -> None:
+    """Delete a step that was written anew, unless it is leased or promoted."""
+    wanted = partial(_is_wanted, store, name)
+    try:
+        # Asked before as well: who is to stay must not be out of sight for a moment.
+        if not await wanted():
+            await store.retire(name, unless=wanted)
+    except OSError as error:
+        log.warning("%s: %s, which was written anew, could not be deleted: %s", store.url, name, error)
 
 
 async def _is_committed(store: Store, name: str) -> bool:
