@@ -247,6 +247,23 @@ def reshard_older(run: Path) -> list[str]:
     return bad
 
 
+def in_two_groups(run: Path) -> list[str]:
+    """Two groups of two save into one run at the same time, a step each, and load what they saved."""
+    mine = dist.get_rank() // 2
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][mine]
+    bad = []
+    for again in range(3):
+        step = 2 * again + mine
+        where = run / f"step-{step:08d}"
+        state = {"w": torch.full((3,), float(step)), "n": step}
+        save(state, checkpoint_id=where, storage_writer=AioStorageWriter(), process_group=group)
+        target: dict[str, Any] = {"w": torch.zeros(3), "n": -1}
+        load(target, storage_reader=AioStorageReader(where), process_group=group)
+        if target["n"] != step or not torch.equal(target["w"], state["w"]):  # type: ignore[arg-type]
+            bad.append(f"step {step}")
+    return bad
+
+
 def hybrid(run: Path) -> list[str]:
     """Replicated over one dimension of the mesh, sharded over the other (HSDP): stored once."""
     mesh = init_device_mesh("cpu", (2, 2))

@@ -69,6 +69,14 @@ def test_older_sharded_tensors(tmp_path: Path) -> None:
     assert dcp_ranks.run(2, dcp_states.reshard_older, tmp_path / "run") == [[], []]
 
 
+async def test_two_groups_save_into_one_run_at_once(tmp_path: Path) -> None:
+    """Neither disturbs the other, nor sweeps away what it is about to commit."""
+    run = tmp_path / "run"
+    assert dcp_ranks.run(4, dcp_states.in_two_groups, run) == [[]] * 4
+    async with aiockpt.Catalog(run) as catalog:
+        assert await catalog.steps() == tuple(range(6))
+
+
 async def test_replicas_are_stored_once(tmp_path: Path) -> None:
     """Of a tensor that is replicated over half of the mesh, one copy is written."""
     run = tmp_path / "run"
