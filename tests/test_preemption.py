@@ -240,13 +240,14 @@ async def test_failing_hook_is_a_note(how: str, tmp_path: Path) -> None:
 async def test_save_on_error_runs_when_the_body_is_cancelled(tmp_path: Path) -> None:
     """Ctrl-C and time limits are errors, too; the hook may await under the cancellation."""
 
-    async def body() -> None:
+    async def body(limit: asyncio.Timeout) -> None:
         async with Saver(tmp_path, save_on_error=lambda error: saver.save(state_of(5), step=5)) as saver:
+            limit.reschedule(asyncio.get_running_loop().time())  # not before it is entered
             await asyncio.Event().wait()
 
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05):
-            await body()
+        async with asyncio.timeout(None) as limit:
+            await body(limit)
     assert await steps(tmp_path) == (5,)
 
 
