@@ -18,6 +18,7 @@ from ._leaselist import LeaseInfo
 from ._leases import Lease
 from ._memory import ByteBudget
 from ._preemption import Preemption, preemption
+from ._serving import Live
 from ._short import latest, load, watch
 from ._version import __version__
 from ._watching import Watch, Watched
@@ -31,10 +32,13 @@ from .errors import (
     CorruptCheckpointError,
     DrainTimeoutError,
     ForeignFormatError,
+    MemoryShortError,
     PickleRefusedError,
     PreviousSaveError,
     PublishError,
     RanksFailedError,
+    ReloadError,
+    RequestAbortedError,
     RunLockedError,
     SaveCancelledError,
     SaveError,
@@ -55,6 +59,7 @@ from .layouts.per_item import PerItem
 from .listeners import Failure, Listener
 from .pending import Event, PendingSave, Phase
 from .reader import CheckpointReader
+from .reloader import Reloader
 from .saver import Saver
 from .stats import SaverStats
 from .storage import Store, open_store
@@ -82,7 +87,9 @@ __all__ = [
     "Lease",
     "LeaseInfo",
     "Listener",
+    "Live",
     "LoadReport",
+    "MemoryShortError",
     "PendingFile",
     "PendingSave",
     "PerItem",
@@ -93,6 +100,9 @@ __all__ = [
     "PublishError",
     "RanksFailedError",
     "Record",
+    "ReloadError",
+    "Reloader",
+    "RequestAbortedError",
     "RngState",
     "RunLockedError",
     "SaveCancelledError",

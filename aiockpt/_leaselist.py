@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ._leases import DEFAULT_TTL, FOLDER, LIMIT, NAME, is_ttl
+from ._leases import FOLDER, LIMIT, NAME
+from ._ttl import DEFAULT_TTL, is_ttl
 from .errors import StorageError
 from .storage import Entry, Store
 

@@ -35,20 +35,19 @@ from ._log import log
 from ._manifest import MANIFEST
 from ._pins import Pins
 from ._threads import Lane, offload, settle
+from ._ttl import DEFAULT_TTL, check_ttl, is_ttl
 from .checkpoint import Checkpoint
 from .errors import StepNotFoundError, StorageError, UsageError
+from .reader import CheckpointReader
 from .storage import Entry, Store
 
-__all__ = ["Lease", "check_ttl", "is_ttl", "leased"]
+__all__ = ["Lease", "leased"]
 
 
 FOLDER: Final = "leases"
 NAME = re.compile(r"(?P<name>.+)\.(?P<save>[0-9a-f]{32})\.(?P<lease>[0-9a-f]{32})\.json", re.DOTALL)
 LIMIT = 1 << 16
 """The longest lease that is read."""
-DEFAULT_TTL = 60.0
-"""Counts for a lease whose content cannot be read."""
-LONGEST_TTL = 7 * 86400.0
 READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 TRIES = 20
 """How often a step that was moved aside for a moment is looked for."""
@@ -149,7 +148,18 @@ class Lease:
 
     async def read_file(self, name: str) -> bytes:
         """One of the user's own files that were committed with it; see `Catalog.read_file`."""
-        return await self._through().reader(*self._leased()).read_file(name)
+        return await self.reader().read_file(name)
+
+    async def tell(self, purpose: str) -> None:
+        """Say what it is for now, to those who look at the leases. A failure is for the next renewal."""
+        self._body["purpose"] = purpose
+        if self._key:
+            with contextlib.suppress(OSError):
+                await self._put()
+
+    def reader(self) -> CheckpointReader:
+        """A reader of the leased checkpoint."""
+        return self._through().reader(*self._leased())
 
     def _through(self) -> Loader:
         return self._loader if self._pins is None else replace(self._loader, store=self._pins.view())
@@ -326,18 +336,3 @@ async def _ttl_of(store: Store, entry: Entry) -> float | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return DEFAULT_TTL
     return float(ttl) if is_ttl(ttl) else DEFAULT_TTL
-
-
-def check_ttl(ttl: object) -> None:
-    """Refuse what is no time to live.
-
-    Raises:
-        UsageError: it is none.
-    """
-    if not is_ttl(ttl):
-        raise UsageError(f"ttl is a number of seconds above 0 and at most {LONGEST_TTL:g}, not {ttl!r}")
-
-
-def is_ttl(ttl: object) -> bool:
-    """Whether it is a time to live, in seconds."""
-    return isinstance(ttl, (int, float)) and not isinstance(ttl, bool) and 0 < ttl <= LONGEST_TTL

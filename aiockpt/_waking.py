@@ -140,7 +140,7 @@ class Patience:
         text = f"{type(error).__name__}: {error}"
         if text != self._told:
             self._told = text
-            log.warning("%s: looking for checkpoints failed, it goes on: %s", self._who, error)
+            log.warning("%s: looking for checkpoints failed, it goes on: %s", self._who, str(error))
         return min(self._poll * 2.0 ** min(self._failures - 1, 20), max(LONGEST, self._poll))
 
     def worked(self) -> float:

@@ -15,8 +15,9 @@ from typing import Any, Self, Unpack, overload
 
 from ._cursors import Cursor
 from ._following import Follower, follower, identity
-from ._leases import Lease, check_ttl
+from ._leases import Lease
 from ._loader import Loader, LoadOptions
+from ._ttl import check_ttl
 from ._waking import Patience, Waker, as_poll
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, StepNotFoundError, UsageError

@@ -23,6 +23,9 @@ CheckpointError(Exception)
 ├── RanksFailedError(RuntimeError)          some ranks failed, so the collective save or load did
 ├── ForeignFormatError(ValueError)          a file of another format is damaged, or none that is read
 ├── UnsafeFileError(ValueError)             a foreign file would run code or reach outside; refused
+├── ReloadError(RuntimeError)               a checkpoint was not put to service; the version before serves on
+│   └── MemoryShortError(MemoryError)         there is no room for two versions now
+├── RequestAbortedError(RuntimeError)       its model is being updated in place: send the request again
 ├── PublishError(RuntimeError)              the step is committed; telling others of it failed
 └── SaveErrors(ExceptionGroup)              several saves failed
 ```
@@ -45,10 +48,13 @@ __all__ = [
     "CorruptCheckpointError",
     "DrainTimeoutError",
     "ForeignFormatError",
+    "MemoryShortError",
     "PickleRefusedError",
     "PreviousSaveError",
     "PublishError",
     "RanksFailedError",
+    "ReloadError",
+    "RequestAbortedError",
     "RunLockedError",
     "SaveCancelledError",
     "SaveError",
@@ -387,6 +393,34 @@ class ForeignFormatError(CheckpointError, ValueError):
 
 class UnsafeFileError(CheckpointError, ValueError):
     """A foreign file asks for code to be run, or reaches out of its folder: nothing of it was used."""
+
+
+class ReloadError(CheckpointError, RuntimeError):
+    """A checkpoint was not put to service; the version before it serves on.
+
+    Attributes:
+        stage: what was being done: `memory`, `build`, `load`, `cover`, `finite`, `validate`, ...
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        step: int | None = None,
+        file: str | None = None,
+        path: str | None = None,
+        stage: str = "",
+    ) -> None:
+        super().__init__(message, step=step, file=file, path=path)
+        self.stage = stage
+
+
+class MemoryShortError(ReloadError, MemoryError):
+    """There is no room for another version beside the one that serves; tried again later."""
+
+
+class RequestAbortedError(CheckpointError, RuntimeError):
+    """A request was ended so that its model could be updated in place; it may be sent again."""
 
 
 class PublishError(CheckpointError, RuntimeError):
