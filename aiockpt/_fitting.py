@@ -9,7 +9,6 @@ attributes) it is built for real.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Final
@@ -17,11 +16,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from ._log import log
 from .errors import ReloadError, StateMismatchError
 
 __all__ = ["compare", "fresh", "not_finite", "put_in", "tensors_of", "unwrapped"]
-
-log = logging.getLogger("aiockpt")
 
 CHUNK: Final = 1 << 22
 """Elements that are checked at a time."""

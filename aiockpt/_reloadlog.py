@@ -32,7 +32,6 @@ class Attempt:
     def __init__(self, log: ReloadLog, checkpoint: Checkpoint, why: str) -> None:
         self._log = log
         self._begun = self._since = time.monotonic()
-        self._retired = 0.0
         self.facts: dict[str, Any] = {
             "step": checkpoint.step,
             "save_id": checkpoint.save_id,
@@ -64,15 +63,14 @@ class Attempt:
         self._close_stage()
         self.facts["outcome"] = outcome
         self.facts["total"] = time.monotonic() - self._begun
-        self._retired = time.monotonic()
         if error is not None:
             self.facts["reason"] = str(error) or type(error).__name__
             self.facts["error"] = type(error).__name__
         self._tell(outcome)
 
-    def drained(self) -> None:
-        """The version that it replaced is used by nobody any more."""
-        self.facts["seconds"]["drain"] = time.monotonic() - self._retired
+    def drained(self, seconds: float) -> None:
+        """The version that it replaced is used by nobody any more, so long after it was replaced."""
+        self.facts["seconds"]["drain"] = seconds
         self._tell("drained")
 
     def _close_stage(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -22,9 +23,16 @@ M = TypeVar("M")
 
 
 class Version(Generic[M]):
-    """A model that serves or served, and who uses it."""
+    """A model that serves or served, and who uses it.
 
-    def __init__(self, model: M, lease: Lease) -> None:
+    Args:
+        model: the model.
+        lease: of its checkpoint.
+        on_drained: called when nobody uses it any more.
+    """
+
+    def __init__(self, model: M, lease: Lease, on_drained: Callable[[], object]) -> None:
+        self._on_drained = on_drained
         self.model: M | None = model
         self.checkpoint = lease.checkpoint
         self.lease: Lease | None = lease
@@ -32,6 +40,8 @@ class Version(Generic[M]):
         self.users: set[Use[M]] = set()
         self.retired: float | None = None
         """Monotonic seconds when it was replaced; None while it serves."""
+        self.ended = 0.0
+        """Monotonic seconds when it was drained."""
         self.drained = asyncio.Event()
         """Set when it was replaced and nobody uses it any more; the model is gone then."""
         self.left = asyncio.Event()
@@ -50,9 +60,11 @@ class Version(Generic[M]):
         self._look()
 
     def _look(self) -> None:
-        if self.retired is not None and not self.users:
+        if self.retired is not None and not self.users and not self.drained.is_set():
             self.model = None
+            self.ended = time.monotonic()
             self.drained.set()
+            self._on_drained()
 
     def facts(self) -> dict[str, Any]:
         """What a status tells of it."""

@@ -7,7 +7,6 @@ roll back take turns. Whatever goes wrong with one checkpoint, the version befor
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Generic, TypeVar
 
 import anyio
@@ -19,6 +18,7 @@ from ._exchange import Exchange
 from ._fitting import unwrapped
 from ._following import Follower, follower, identity
 from ._leases import Lease
+from ._log import log
 from ._preparing import Recipe, RecipeError, forget_models, prepare, stage_tensors, validate
 from ._quarantine import Quarantine
 from ._reloadlog import Attempt, ReloadLog
@@ -41,8 +41,6 @@ from .errors import (
 __all__ = ["Switching"]
 
 M = TypeVar("M")
-
-log = logging.getLogger("aiockpt")
 
 
 class _BusyError(Exception):
@@ -193,12 +191,15 @@ class Switching(Generic[M]):
                 await self._exchange(lease, attempt, current)
             else:
                 # No name for the model here: the traceback of a later cancellation would keep it.
-                in_use = self.versions.in_use
-                self._put(Version(await prepare(self.recipe, lease, attempt.enter, in_use), lease), attempt)
+                self._put(await self._prepared(lease, attempt), attempt)
         except BaseException:
             await lease.__aexit__(None, None, None)
             raise
         await self.versions.relabel()
+
+    async def _prepared(self, lease: Lease, attempt: Attempt) -> Version[M]:
+        made = await prepare(self.recipe, lease, attempt.enter, self.versions.in_use)
+        return Version(made, lease, self.waker.wake)
 
     async def _exchange(self, lease: Lease, attempt: Attempt, current: Version[M]) -> None:
         """Put new weights into the model that serves."""
@@ -219,7 +220,7 @@ class Switching(Generic[M]):
                 await self._back(exchange, lease.checkpoint.step)
                 raise
             exchange.forget()
-            self._put(Version(model, lease), attempt)
+            self._put(Version(model, lease, self.waker.wake), attempt)
         finally:
             if self.serving.failed is None:
                 self.serving.open()

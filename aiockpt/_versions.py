@@ -7,12 +7,12 @@ before is kept too: retention would else take away the way back.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from typing import Any, Generic, TypeVar
 
 from ._choices import Choices
 from ._leases import Lease
+from ._log import log
 from ._reloadlog import Attempt
 from ._serving import Serving, Version
 from .catalog import Catalog
@@ -22,8 +22,6 @@ from .errors import CheckpointError
 __all__ = ["Versions"]
 
 M = TypeVar("M")
-
-log = logging.getLogger("aiockpt")
 
 REMEMBERED = 20
 """Checkpoints that served before, as places to go back to."""
@@ -74,7 +72,7 @@ class Versions(Generic[M]):
         for version, attempt in list(self._undrained.values()):
             if version.drained.is_set():
                 del self._undrained[id(version)]
-                attempt.drained()
+                attempt.drained(version.ended - (version.retired or version.ended))
         for version in list(self._held):
             needed = version is self._serving.current or version is self.previous
             if not needed and version.drained.is_set():

@@ -34,9 +34,15 @@ from tests.serving import POLL, Net, answer, commit, leases, served, waited, wei
 
 
 @pytest.fixture(autouse=True)
-def no_hints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only polls."""
-    monkeypatch.setattr(_waking, "_plug", lambda: None)
+def no_hints(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Only polls, except where hints are what a test is about."""
+    if "hints" not in request.fixturenames:
+        monkeypatch.setattr(_waking, "_plug", lambda: None)
+
+
+@pytest.fixture
+def hints() -> None:
+    """File notices are on."""
 
 
 def reloader_of(run: Path, **options: Any) -> Reloader[Net]:
@@ -641,3 +647,43 @@ async def test_memory_is_looked_at_first(tmp_path: Path, monkeypatch: pytest.Mon
         assert isinstance(caught.value, MemoryError)
         left[0] = 1 << 40
         await reloader.wait_for(2)
+
+
+def test_a_forgotten_reloader_leaves_nothing(tmp_path: Path) -> None:
+    """One that is never closed ends with its loop: no lease, no thread, no error."""
+    run = tmp_path / "run"
+    commit(run, 1)
+
+    async def main() -> None:
+        reloader = await reloader_of(run).__aenter__()
+        await reloader.ready()
+        await waited(lambda: not reloader.status()["reloading"])
+        assert leases(run) == {1: 1}
+
+    asyncio.run(main())
+    assert leases(run) == {}
+
+
+async def test_a_commit_is_served_at_once(tmp_path: Path, hints: None) -> None:
+    """On a local disk with watchfiles, whatever the poll; an unpin and a drained version wake it too."""
+    run = tmp_path / "run"
+    commit(run, 1)
+    async with reloader_of(run, poll=3600) as reloader:
+        await reloader.ready()
+        for step in (2, 3):
+            await asyncio.sleep(0.2)
+            commit(run, step)
+            async with asyncio.timeout(20):
+                await reloader.wait_for(step)
+        await reloader.pin(1)
+        await reloader.unpin()
+        async with asyncio.timeout(20):
+            await reloader.wait_for(3)
+        async with reloader.use():
+            commit(run, 4)
+            async with asyncio.timeout(20):
+                await reloader.wait_for(4)
+            commit(run, 5)
+            await asyncio.sleep(0.3)
+        async with asyncio.timeout(20):
+            await reloader.wait_for(5)
