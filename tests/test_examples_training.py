@@ -47,3 +47,17 @@ def test_lightning_fit_goes_on_from_its_last_checkpoint(
     out = run("lightning_fit.py", folder, "--epochs", "5", monkeypatch=monkeypatch, capsys=capsys)
     assert "resuming from" in out
     assert "best: epoch=4.ckpt, kept: epoch=3.ckpt, epoch=4.ckpt, last.ckpt" in out
+
+
+def test_hf_trainer_goes_on_from_its_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two runs of it come to one, and the model it ends with can count."""
+    folder = tmp_path / "run"
+    out = run("hf_trainer.py", folder, "--steps", "60", monkeypatch=monkeypatch, capsys=capsys)
+    assert "started anew" in out
+    assert out.count("durable: checkpoint-") == 3
+    out = run("hf_trainer.py", folder, "--steps", "100", monkeypatch=monkeypatch, capsys=capsys)
+    assert "resuming from checkpoint-60" in out
+    assert "step 100, of the next numbers 100% are right" in out
+    assert "kept: checkpoint-100, checkpoint-80" in out

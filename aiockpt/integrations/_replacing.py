@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from aiockpt._files import FileSystem
 
-__all__ = ["make_folders", "move_folder", "new_file", "remove"]
+__all__ = ["make_folders", "move_folder", "new_file", "remove", "replaced"]
 
 _files = FileSystem()
 
@@ -40,19 +40,25 @@ def move_folder(source: str, path: str) -> None:
     """Flush a finished folder and make it `path`, in place of a folder that was there.
 
     Both are in the same file system. A crash at any moment leaves the old one, the new one, or (for
-    the instant between two renames) the old one under `path` with `.replaced` at its end.
+    the instant between two renames) the old one as `replaced(path)`.
     """
     for folder, _, names in os.walk(source, topdown=False):
         for name in names:
             _flush(os.path.join(folder, name))
         _files.sync_dir(folder)
-    old = f"{path}.replaced"
+    old = replaced(path)
     if os.path.isdir(path):
         shutil.rmtree(old, ignore_errors=True)
         os.rename(path, old)
     os.rename(source, path)
     _files.sync_dir(os.path.dirname(os.path.abspath(path)))
     shutil.rmtree(old, ignore_errors=True)
+
+
+def replaced(path: str) -> str:
+    """Where a folder is while another one takes its place: hidden, beside it."""
+    folder, name = os.path.split(os.path.abspath(path))
+    return os.path.join(folder, f".{name}.replaced")
 
 
 def make_folders(path: str) -> None:

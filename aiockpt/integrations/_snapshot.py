@@ -51,13 +51,8 @@ def take(state: object, buffers: Buffers, *, file: str) -> Snapshot:
     try:
         return Snapshot(state, buffers)
     except Exception as error:
-        problems = list(_culprits(state, "", error))
-        refused = UnsupportedStateError(problems)
-        refused.file = file
-        refused.add_note(
-            f"Nothing was written to {file}: this format holds what pickle can store, and no more."
-        )
-        raise refused from error
+        remedy = f"Nothing was written to {file}: this format holds what pickle can store, and no more."
+        raise UnsupportedStateError(list(_culprits(state, "", error)), file=file, remedy=remedy) from error
 
 
 class Snapshot:

@@ -91,13 +91,11 @@ class AiockptFolder(Format):
         except UnsupportedStateError as error:
             problems += error.problems
         if problems:
-            refused = UnsupportedStateError(problems)
-            refused.file = path
-            refused.add_note(
-                f"{path} was not saved. format='torch' stores whatever pickle can; hyper-parameters can also "
-                "be left out: save_hyperparameters(ignore=[...])."
+            remedy = (
+                f"{path} was not saved. format='torch' stores whatever pickle can, and so does "
+                "allow_pickle=True; hyper-parameters can be left out: save_hyperparameters(ignore=[...])."
             )
-            raise refused
+            raise UnsupportedStateError(problems, file=path, remedy=remedy)
 
     def save(self, snapshot: Snapshot, path: str, storage_options: Any) -> None:
         state = snapshot.rebuild()
