@@ -146,6 +146,27 @@ async def test_skipped_and_retained(tmp_path: Path, collected: Collected) -> Non
         await held
 
 
+async def test_a_reloader_is_observed(tmp_path: Path, collected: Collected) -> None:
+    """The step that serves, what each reload took, and which checkpoints were not fit to serve."""
+    reloader = aiockpt.Reloader(tmp_path, lambda: torch.nn.Linear(2, 2), poll=0.02)
+    async with aiockpt.Saver(tmp_path) as saver, reloader, collected.listener.observing(reloader):
+        for step in (1, 2):
+            await saver.save({"model": torch.nn.Linear(2, 2)}, step=step)
+            await reloader.wait_for(step)
+        bad = torch.nn.Linear(2, 2)
+        torch.nn.init.constant_(bad.weight, float("nan"))
+        await saver.save({"model": bad}, step=3)
+        async with asyncio.timeout(30):
+            async for event in reloader.events():
+                if event["event"] == "failed":
+                    break
+        await asyncio.sleep(0)
+        points = collected.points()
+    assert points["aiockpt.live.version"].value == 2
+    assert points["aiockpt.reload.duration"].count == 2
+    assert collected.points()["aiockpt.reload.failures"].value == 1
+
+
 async def test_prometheus_shows_it(tmp_path: Path) -> None:
     """Through OpenTelemetry's own exporter, by the names the docs give."""
     meters = MeterProvider(metric_readers=[PrometheusMetricReader()])

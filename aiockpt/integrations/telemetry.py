@@ -10,8 +10,10 @@ and bytes carry their units, so that a Prometheus exporter shows
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from opentelemetry import metrics, trace
@@ -22,13 +24,14 @@ from aiockpt.checkpoint import Checkpoint
 from aiockpt.errors import SaveCancelledError
 from aiockpt.listeners import Failure
 from aiockpt.pending import PendingSave, Phase
+from aiockpt.reloader import Reloader
 from aiockpt.stats import SaverStats
 
 __all__ = ["Telemetry"]
 
 
 class Telemetry:
-    """A listener that reports the saves of one saver; with `observe_reloader` also what a server serves.
+    """Reports the saves of one saver as its listener, and with `observing` what a reloader serves.
 
     One span a save, from its call to its end, in the caller's trace, with an event for each
     phase. Metrics, with the attribute `aiockpt.run`:
@@ -43,6 +46,7 @@ class Telemetry:
     | `aiockpt.run.retained` | gauge | checkpoints after the last pass of retention |
     | `aiockpt.live.version` | gauge | step that is served |
     | `aiockpt.reload.duration` | histogram | s from discovery to the swap |
+    | `aiockpt.reload.failures` | counter | with `error.type`; the version before serves on |
 
     Args:
         meter: by default `get_meter("aiockpt")`.
@@ -63,6 +67,7 @@ class Telemetry:
         self._bytes = self._meter.create_counter("aiockpt.save.bytes", "By", "bytes of committed files")
         self._failures = self._meter.create_counter("aiockpt.save.failures", "1", "saves that failed")
         self._reload = self._meter.create_histogram("aiockpt.reload.duration", "s", "from discovery to swap")
+        self._bad = self._meter.create_counter("aiockpt.reload.failures", "1", "checkpoints not fit to serve")
         self._observe()
 
     def _observe(self) -> None:
@@ -89,11 +94,36 @@ class Telemetry:
 
     def _live(self, options: CallbackOptions) -> Iterable[Observation]:
         reloader = self._reloader()
-        step = None if reloader is None else reloader.live_step
-        return [] if step is None else [Observation(step, self._attributes())]
+        serving = None if reloader is None else reloader.status()["serving"]
+        return [] if serving is None else [Observation(serving["step"], self._attributes())]
 
     def _attributes(self, **more: str) -> dict[str, str]:
         return {"aiockpt.run": self._run} | {key.replace("_", "."): value for key, value in more.items()}
+
+    # What a reloader tells
+
+    @contextlib.asynccontextmanager
+    async def observing(self, reloader: Reloader[Any]) -> AsyncIterator[None]:
+        """While the body runs: the step that is served, and what each reload took.
+
+        async with Reloader(run, Model) as reloader, telemetry.observing(reloader): ...
+        """
+        self._reloader = weakref.ref(reloader)
+        self._run = self._run or reloader.catalog.store.url
+        events = reloader.events()
+        task = asyncio.get_running_loop().create_task(self._follow(events), name="aiockpt telemetry")
+        try:
+            yield
+        finally:
+            events.close()  # what was told so far is still read
+            await asyncio.wait({task})
+
+    async def _follow(self, events: AsyncIterator[dict[str, Any]]) -> None:
+        async for event in events:
+            if event["event"] == "swapped":
+                self._reload.record(event["total"], self._attributes())
+            elif event["event"] == "failed":
+                self._bad.add(1, self._attributes(error_type=event["error"]))
 
     # What a saver tells
 
