@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
@@ -207,3 +208,19 @@ def test_under_the_older_package_name(tmp_path: Path) -> None:
     runner.fit(Small(), data())
     loaded = torch.load(tmp_path / "ckpt" / "last.ckpt", weights_only=False)
     assert loaded["global_step"] == 12
+
+
+def test_under_fabric(tmp_path: Path) -> None:
+    """Fabric saves through the same contract; it has no end of its own, `teardown` is the user's."""
+    plugin = AioCheckpointIO()
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    model = torch.nn.Linear(2, 2)
+    fabric.save(tmp_path / "a.ckpt", {"model": model, "step": 3})
+    kept = weights(model)
+    with torch.no_grad():
+        model.weight.zero_()
+    state = {"model": model, "step": 0}
+    fabric.load(tmp_path / "a.ckpt", state)
+    plugin.teardown()
+    assert state["step"] == 3
+    assert all(map(torch.equal, weights(model), kept))

@@ -19,8 +19,8 @@ from aiockpt.errors import UnsupportedStateError
 __all__ = ["Buffers", "Snapshot", "children", "take"]
 
 Storage: TypeAlias = torch.UntypedStorage
-Reference: TypeAlias = tuple[int, torch.dtype | None]
-"""Which storage, and of what dtype; None for an untyped one."""
+Reference: TypeAlias = tuple[int, torch.dtype]
+"""Which storage, and of what dtype; as in files of torch, one that has none is of bytes."""
 
 
 class Buffers:
@@ -97,7 +97,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, torch.storage.TypedStorage):
             return self._index(obj._untyped_storage), obj.dtype
         if isinstance(obj, torch.UntypedStorage):
-            return self._index(obj), None
+            return self._index(obj), torch.uint8
         return None
 
     def _index(self, storage: Storage) -> int:
@@ -131,8 +131,6 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Reference) -> Any:
         """The copy that stands for a storage."""
         index, dtype = pid
-        if dtype is None:
-            return self._copies[index]
         return torch.storage.TypedStorage(wrap_storage=self._copies[index], dtype=dtype, _internal=True)
 
 
