@@ -14,7 +14,7 @@ import errno
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -41,6 +41,9 @@ __all__ = [
 
 _RUN_LIMIT = 64 << 20
 _FOREIGN_ATTEMPT = re.compile(r"[0-9a-f]{8,32}-.")
+
+LOOKS: Final = 3
+"""How often a run is listed before it counts as empty."""
 
 
 class VanishedError(StepNotFoundError):
@@ -111,19 +114,25 @@ async def read_run(store: Store, step_format: str | None = None) -> RunInfo:
 async def candidates(store: Store, names: StepNames) -> list[Candidate]:
     """Every folder that is named as a step, oldest first; numbers decide, never the text.
 
-    A run that does not exist has none.
+    A run that does not exist has none. Of a run that seems to have none, a second and a third
+    look must say so: a folder that is read while its only step is renamed away and the next
+    one comes may show neither of the two, and no step at all means to begin anew.
 
     Raises:
         StorageError: the store failed.
     """
-    try:
-        entries = await store.list()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StorageError.wrap(error, "list", file=store.url) from error
-    parsed = ((names.parse(entry.name), entry.name) for entry in entries if entry.is_folder)
-    return sorted(Candidate(*numbers, name) for numbers, name in parsed if numbers)
+    for _ in range(LOOKS):
+        try:
+            entries = await store.list()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StorageError.wrap(error, "list", file=store.url) from error
+        parsed = ((names.parse(entry.name), entry.name) for entry in entries if entry.is_folder)
+        found = sorted(Candidate(*numbers, name) for numbers, name in parsed if numbers)
+        if found:
+            return found
+    return []
 
 
 async def read_manifest(store: Store, candidate: Candidate) -> Manifest:

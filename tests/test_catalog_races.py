@@ -25,6 +25,7 @@ from aiockpt.errors import (
 )
 from aiockpt.saver import Saver
 from aiockpt.storage import Entry, open_store
+from aiockpt.storage.local import LocalStore
 from aiockpt.storage.memory import MemoryStore
 from aiockpt.testing import FaultyStore
 from tests.make_checkpoint import alike, make_checkpoint
@@ -106,6 +107,27 @@ async def test_a_reader_races_retention(tmp_path: Path) -> None:
     finally:
         stop.set()
         await writer
+
+
+class Blind(FaultyStore):
+    """A store whose first listings show no step: each was renamed away before it was met."""
+
+    blind = 2
+
+    async def list(self, folder: str = "") -> list[Entry]:
+        found = await super().list(folder)
+        if folder or not self.blind:
+            return found
+        self.blind -= 1
+        return [entry for entry in found if not entry.name.startswith("step-")]
+
+
+async def test_one_look_does_not_make_a_run_empty(tmp_path: Path) -> None:
+    """Believed, it would let a training run begin anew."""
+    make_steps(tmp_path, 3)
+    for ask in (Catalog.latest, Catalog.restore, Catalog.load, Catalog.steps):
+        async with Catalog(Blind(LocalStore(tmp_path))) as catalog:
+            assert await ask(catalog)
 
 
 class Vanishing(FaultyStore):
