@@ -107,6 +107,7 @@ class Page:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         await self.call("Emulation.setDeviceMetricsOverride", **size)
         await self.call("Page.navigate", url=url)
+        await self.until("location.href !== 'about:blank' && document.readyState === 'complete'")
 
     async def look(self, expression: str) -> Any:
         """The value of an expression in the page."""
@@ -119,7 +120,7 @@ class Page:
         """Wait until an expression is true in the page."""
         try:
             async with asyncio.timeout(seconds):
-                while not await self.look(f"Boolean({expression})"):
+                while not await self.look(f"Boolean({expression})"):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
         except TimeoutError:
             text = await self.look("document.body ? document.body.innerText : ''")

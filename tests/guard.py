@@ -58,6 +58,7 @@ HARMLESS = ("os.getcwd", "os.path.abspath", "os.path.samestat")
 EXEMPT = {
     "_find_and_load": "<frozen importlib._bootstrap>",  # a module imported on its first use
     "_iter_file_finder_modules": "pkgutil.py",  # and the search for plug-ins that precedes it
+    "getsourcefile": "inspect.py",  # a web framework that looks where a handler is from
     "checkcache": "linecache.py",  # a traceback or warning that quotes its source
     "updatecache": "linecache.py",
     "emit": "logging/__init__.py",  # where log records go is the application's choice

@@ -247,20 +247,9 @@ async def _owned(app: Any) -> AsyncIterator[httpx.AsyncClient]:
 # ---------------------------------------------------------------- FastAPI
 
 
-class Passing:
-    """Puts the test between the package and the framework, whose look-ups of files are not the package's."""
-
-    def __init__(self, app: Any) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self.app(scope, receive, send)
-
-
 def fast(reloader: Reloader[Net]) -> FastAPI:
     """An application of FastAPI with both kinds of dependency."""
     app = FastAPI(lifespan=lifespan(reloader))
-    app.add_middleware(Passing)
     app.add_middleware(ReloaderMiddleware, reloader=reloader)
 
     @app.get("/plain")

@@ -27,6 +27,7 @@ PAGES = [
     "docs/sharing-a-run.md",
     "docs/dcp.md",
     "docs/serving.md",
+    "docs/asgi.md",
     "docs/convert.md",
     "docs/file-saver.md",
 ]
