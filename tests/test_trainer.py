@@ -16,6 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from aiockpt.errors import PreviousSaveError, PublishError, SaveError, StorageError
 from aiockpt.integrations.transformers import AioTrainer, AioTrainerMixin
+from aiockpt.integrations.transformers._folders import rotate, steps_in
 from tests.trainer_models import losses, model, trainer
 
 
@@ -170,6 +171,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     def look(step: int) -> None:
         seen.append(get_last_checkpoint(tmp_path / "ours"))
         if step == 3:
+            gated.args.run_name = "changed since"
             gated.open.set()
 
     gated.add_callback(Look(look))
@@ -177,6 +179,11 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     assert seen[:3] == [None, None, None]
     assert same(tmp_path / "ours" / "checkpoint-2", tmp_path / "stock" / "checkpoint-2")
     assert gated.committed == ("checkpoint-2", "checkpoint-4")
+    arguments = [
+        torch.load(tmp_path / "ours" / f"checkpoint-{step}" / "training_args.bin", weights_only=False)
+        for step in (2, 4)
+    ]
+    assert [saved.run_name == "changed since" for saved in arguments] == [False, True]
 
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
@@ -321,6 +328,35 @@ def test_higher_steps_of_an_earlier_run_do_not_push_out_the_new_one(
     trainer(tmp_path, steps=4, save_total_limit=1).train()
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-1000", "checkpoint-4"]
     assert [record.getMessage() for record in caplog.records if "1000" in record.getMessage()]
+
+
+@pytest.mark.parametrize(
+    ("limit", "committed", "best", "left"),
+    [
+        (None, 30, None, [4, 10, 20, 30]),
+        (0, 30, None, [4, 10, 20, 30]),
+        (1, 30, None, [30]),
+        (3, 30, None, [10, 20, 30]),
+        (1, 30, 4, [4, 30]),
+        (2, 30, 4, [4, 30]),
+        (3, 30, 4, [4, 20, 30]),
+        (1, 30, 30, [30]),
+        (1, 10, None, [10, 20, 30]),
+        (1, 10, 30, [10, 20, 30]),
+    ],
+)
+def test_which_checkpoints_stay(
+    tmp_path: Path, limit: int | None, committed: int, best: int | None, left: list[int]
+) -> None:
+    """The newest and the best ones always; others by step while there is room; later ones untouched."""
+    for step in (4, 10, 20, 30):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    (tmp_path / "checkpoint-3.old").mkdir()
+    (tmp_path / "checkpoint-5").touch()
+    path = None if best is None else str(tmp_path / f"checkpoint-{best}")
+    rotate(str(tmp_path), limit, committed=committed, best=path)
+    assert steps_in(str(tmp_path)) == left
+    assert {"checkpoint-3.old", "checkpoint-5"} <= set(os.listdir(tmp_path))
 
 
 class Worse(AioTrainer):
