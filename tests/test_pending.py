@@ -203,6 +203,7 @@ async def test_a_kept_handle_keeps_nothing_else(end: str, tmp_path: Path) -> Non
         disk.arm()
     pending = saver.save_nowait(large(1), step=1)
     request = saver._saving.ledger.active[0]
+    assert isinstance(request, Request)
     writer = weakref.ref(request.writer)
     keeper = weakref.ref(saver)
     if end == "cancel":
