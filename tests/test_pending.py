@@ -22,6 +22,7 @@ from aiockpt import (
     StorageError,
     UsageError,
 )
+from aiockpt._request import Request
 from tests.proof import steps
 from tests.savers import assert_quiet, large, small_blocks, until
 from tests.stalling import Disk, a_write, before_commit, store_on
