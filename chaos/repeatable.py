@@ -2,7 +2,8 @@
 
 ckpt-chaos kills one run at every file event of another, so the events of all runs must be
 the same. Attempt folders and temporary files get their names from a counter instead of
-chance, and one writer keeps the order of writes fixed.
+chance, and one writer keeps the order of writes fixed. A run that is resumed counts from
+elsewhere: like chance, it never meets a name that a killed run left behind.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ import aiofiles.threadpool.binary
 
 import aiockpt._pipeline
 
-_count = itertools.count(1)
+RESUMED = 1 << 64
+
+_out = Path(sys.argv[sys.argv.index("--out") + 1])
+_count = itertools.count(RESUMED if _out.exists() and any(_out.iterdir()) else 1)
 
 
 def _numbered() -> uuid.UUID:
