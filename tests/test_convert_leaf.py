@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import pathlib
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import metadata as meta
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 import aiockpt
 from aiockpt.convert._leaf import Content, Piece, Room, row_major, view_of
@@ -135,3 +138,46 @@ async def test_metadata_of_other_versions(tmp_path: Path, python: str) -> None:
         loaded = torch.load(tmp_path / f"{number}.pt", weights_only=True)
         assert list(loaded) == ["a.w"]
         assert torch.equal(loaded["a.w"], torch.arange(6).reshape(2, 3))
+
+
+class OldEnums(pickle.Pickler):
+    """Pickles members of enums as Python 3.11.0 to 3.11.3 does: `getattr` of the class and a name."""
+
+    enum: Any = _MEM_FORMAT_ENCODING
+
+    def reducer_override(self, value: Any) -> Any:
+        is_enum = isinstance(value, _MEM_FORMAT_ENCODING)
+        return (getattr, (self.enum, value.name)) if is_enum else NotImplemented
+
+
+def _metadata(pickler: type[OldEnums], item: bytes) -> bytes:
+    box = meta.ChunkStorageMetadata(torch.Size([0]), torch.Size([6]))
+    entry = meta.TensorStorageMetadata(meta.TensorProperties(torch.int64), torch.Size([6]), [box])
+    place = {meta.MetadataIndex("w", box.offsets): _StorageInfo("__0_0.distcp", 0, len(item))}
+    file = io.BytesIO()
+    pickler(file).dump(meta.Metadata({"w": entry}, storage_data=place))
+    return file.getvalue()
+
+
+async def test_metadata_written_by_the_first_releases_of_python_3_11(tmp_path: Path) -> None:
+    """They name `getattr`, which is read for members of a known enum, without looking anything up."""
+    item = torch_bytes(torch.arange(6))
+    folder = tmp_path / "dcp"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(_metadata(OldEnums, item))
+    (folder / "__0_0.distcp").write_bytes(item)
+    await aiockpt.convert(folder, tmp_path / "w.pt", to="torch")
+    assert torch.equal(torch.load(tmp_path / "w.pt", weights_only=True)["w"], torch.arange(6))
+
+
+async def test_getattr_of_anything_else_is_refused(tmp_path: Path) -> None:
+    """It is the first step of many a hostile pickle."""
+
+    class Hostile(OldEnums):
+        enum = torch.Size
+
+    folder = tmp_path / "dcp"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(_metadata(Hostile, b""))
+    with pytest.raises(aiockpt.UnsafeFileError, match="nothing of it was run"):
+        await aiockpt.convert(folder, tmp_path / "w.pt", to="torch")

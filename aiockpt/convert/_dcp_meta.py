@@ -40,8 +40,17 @@ _RECORDS: Final[dict[str, frozenset[str]]] = {
         {"TensorProperties", "MEM_FORMAT_ENCODING"}
     ),
 }
+_ENUMS: Final = frozenset({"_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"})
+_GETATTR: Final = frozenset({("builtins", "getattr"), ("__builtin__", "getattr")})
 _PATHS: Final = frozenset({"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"})
 _MOST_INDEX: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Enum:
+    """The class of an enum, mentioned by name."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +125,27 @@ def _table(file: str) -> TensorNames | Any:
 
     def find(module: str, name: str) -> Global | None:
         if name in _RECORDS.get(module, ()):
-            return Global(name, lambda *args: Record(name, args))
+            enum = _Enum(name) if name in _ENUMS else None
+            return Global(name, lambda *args: Record(name, args), enum)
         if module.split(".", 1)[0] == "pathlib" and name in _PATHS:
             return Global(name, lambda *args: Record("path", args))
+        if (module, name) in _GETATTR:
+            return Global(name, _member)
         plain = module in ("torch", "collections", "torch.serialization")
         return names(module, name) if plain else None
 
     return find
+
+
+def _member(*args: Any) -> Record:
+    """A member of an enum, as Python 3.11.0 to 3.11.3 pickle it: by `getattr` of the class and a name.
+
+    Nothing is looked up: it becomes the record that other versions' pickles make of a member.
+    """
+    match args:
+        case (_Enum(name=name), str(member)):
+            return Record(name, (member,))
+    raise ValueError("getattr asks for something else than a member of a known enum")
 
 
 def _no_storage(key: str, nbytes: int) -> Any:
