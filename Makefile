@@ -23,7 +23,7 @@ PYTEST := $(BIN)/python -m pytest
 # Options for pytest, as in `make test PYTEST_ARGS="-x -k crash"`; by default two tests run at a time.
 PYTEST_ARGS ?= -n 2
 
-.PHONY: help demo test quick check format static docs test-asyncio test-uvloop test-fast chaos soak bench clean
+.PHONY: help demo test quick check format static docs test-asyncio test-uvloop test-fast chaos soak bench bench-serve clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
@@ -68,6 +68,9 @@ soak: .venv/.with-examples ## 200 rounds of signals at random moments of a train
 
 bench: .venv/.with-examples ## durable time against the disk's ceiling and against others (minutes)
 	$(BIN)/python benchmarks/engine.py
+
+bench-serve: .venv/.with-examples ## latencies of requests while checkpoints are loaded, against idle (minutes)
+	$(BIN)/python benchmarks/serving.py
 
 clean: ## remove the environment and everything built
 	rm -rf .venv site build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
