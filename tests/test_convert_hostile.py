@@ -99,6 +99,9 @@ async def test_torchscript_holds_code(tmp_path: Path) -> None:
 TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n((Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nI3\ntQ"
 END = b"ccollections\nOrderedDict\n)RtR."
 
+DEEP = b")" + b"\x85" * 300_000
+WIDE = b")" + b"2\x86" * 100
+
 LIES: dict[str, tuple[bytes, str]] = {
     "outside": (TENSOR + b"I0\n(I4\nt(I1\ntI00\n" + END, "outside of its storage"),
     "offset": (TENSOR + b"I2\n(I2\nt(I1\ntI00\n" + END, "outside of its storage"),
@@ -118,6 +121,17 @@ LIES: dict[str, tuple[bytes, str]] = {
     "deep": (b"]" * 3000 + b"a" * 2999 + b".", "contains itself"),
     "deep key": (b"}" + b")" + b"\x85" * 100_000 + b"Ns.", "key is too large"),
     "wide key": (b"})" + b"2\x86" * 100 + b"Ns.", "key is too large"),
+    "deep member": (b"cbuiltins\nset\n]" + DEEP + b"a\x85R.", "key is too large"),
+    "wide member": (b"cbuiltins\nset\n]" + WIDE + b"a\x85R.", "key is too large"),
+    "deep pair": (b"ccollections\nOrderedDict\n]" + DEEP + b"N\x86a\x85R.", "key is too large"),
+    "wide pair": (b"ccollections\nOrderedDict\n]" + WIDE + b"N\x86a\x85R.", "key is too large"),
+    "endless bytes": (b"cbuiltins\nbytes\n" + WIDE + b"\x85R.", "no text"),
+    "endless layout": (b"ctorch.serialization\n_get_layout\n" + WIDE + b"\x85R.", "layout a tuple"),
+    "endless mark": (TENSOR + b"I0\n(I2\nt(I1\ntI00\n)" + WIDE + b"tR.", "marked a tuple"),
+    "endless versions": (
+        b"ccollections\nOrderedDict\n)R}V_metadata\n]q\x000" + b"(h\x00h\x00h\x00lq\x000" * 60 + b"h\x00sb.",
+        "without end",
+    ),
     "list as key": (b"}]Ns.", "unhashable"),
     "not a pickle": (b"hello", "not a pickle"),
     "cut": (b"}(V", "not a pickle"),

@@ -44,6 +44,14 @@ def _described(
     return pickle.dumps(meta.Metadata({"w": entry}, storage_data=stored)), data
 
 
+def _endless() -> object:
+    """A value whose text, or hash, would not end."""
+    value: object = ()
+    for _ in range(100):
+        value = (value, value)
+    return value
+
+
 FOLDERS: dict[str, tuple[dict[str, Any], type[aiockpt.CheckpointError], str]] = {
     "up": ({"relative_path": "../secret"}, UnsafeFileError, "leads out"),
     "absolute": ({"relative_path": "/etc/passwd"}, UnsafeFileError, "leads out"),
@@ -55,6 +63,8 @@ FOLDERS: dict[str, tuple[dict[str, Any], type[aiockpt.CheckpointError], str]] = 
     "negative": ({"offset": -1}, ForeignFormatError, "a place is none"),
     "text": ({"offset": "0"}, ForeignFormatError, "a place is none"),
     "transformed": ({"transform_descriptors": ["stream.zstd"]}, ForeignFormatError, "stream.zstd"),
+    "endless transform": ({"transform_descriptors": [_endless()]}, ForeignFormatError, "transforms"),
+    "one transform": ({"transform_descriptors": 7}, ForeignFormatError, "transforms"),
     "short": ({"length": 20}, ForeignFormatError, "not a whole zip"),
 }
 
@@ -72,7 +82,7 @@ async def test_a_place_that_leads_elsewhere_is_refused(tmp_path: Path, name: str
 
 CHUNKS: dict[str, tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], str]] = {
     "hole": ([((0, 0), (2, 3)), ((3, 0), (1, 3))], "hole"),
-    "overlap": ([((0, 0), (3, 3)), ((2, 0), (2, 3))], "hole, or overlap"),
+    "overlap": ([((0, 0), (3, 3)), ((2, 0), (2, 3))], "overlap"),
     "hole and overlap": ([((0, 0), (2, 3)), ((1, 0), (2, 3))], "overlap"),
     "outside": ([((0, 0), (5, 3))], "reaches out"),
     "dimensions": ([((0,), (12,))], "dimensions"),
@@ -84,6 +94,15 @@ async def test_chunks_must_cover_a_tensor_exactly(tmp_path: Path, name: str) -> 
     """What stock `dcp.load` would fill with what was there before is damage here."""
     chunks, match = CHUNKS[name]
     await refused(dcp_folder(tmp_path, *_described(chunks, (4, 3))), ForeignFormatError, match)
+
+
+@pytest.mark.parametrize("dtype", [_endless(), [], "float32"], ids=["endless", "list", "text"])
+async def test_a_dtype_that_is_none_is_damage(tmp_path: Path, dtype: Any) -> None:
+    """Whatever stands in its place is neither hashed nor put in words."""
+    entry = meta.TensorStorageMetadata(meta.TensorProperties(torch.float32), torch.Size(()), [])
+    entry.properties.dtype = dtype
+    metadata = pickle.dumps(meta.Metadata({"w": entry}, storage_data={}))
+    await refused(dcp_folder(tmp_path, metadata), ForeignFormatError, "a dtype that is not read")
 
 
 async def test_a_chunk_of_another_shape_is_damage(tmp_path: Path) -> None:

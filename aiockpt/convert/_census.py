@@ -6,11 +6,12 @@ a key so deeply that hashing it overruns the stack. Both are looked for without 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 from ..errors import ForeignFormatError
 
-__all__ = ["ALWAYS", "PER_BYTE", "census", "check_key"]
+__all__ = ["ALWAYS", "PER_BYTE", "census", "check_key", "checked_keys", "shown"]
 
 ALWAYS: Final = 1 << 16
 """Values that any pickle may unfold to; more, in proportion to its size."""
@@ -36,6 +37,22 @@ def check_key(key: Any) -> None:
             todo.extend(part)
 
 
+def checked_keys(values: Iterable[Any]) -> Iterable[Any]:
+    """The values one by one, each looked at by `check_key` before anything hashes it."""
+    for value in values:
+        check_key(value)
+        yield value
+
+
+def shown(value: Any) -> str:
+    """A value out of a pickle for a message: of a container only its type, its text may be endless."""
+    if isinstance(value, str):
+        return value[:80]
+    if value is None or type(value) is bool or (type(value) is int and value.bit_length() < 100):
+        return str(value)
+    return f"a {type(value).__qualname__}"
+
+
 def census(value: Any, size: int, *, file: str) -> None:
     """Refuse a state that unfolds to far more values than its pickle can have meant, or has no end.
 
@@ -51,6 +68,8 @@ def census(value: Any, size: int, *, file: str) -> None:
             raise ForeignFormatError(f"{file}: the state contains itself, or unfolds without end", file=file)
         if isinstance(one, dict):
             left -= len(one)
+            # The versions that a module's state dict carries.
+            stack.extend((child, depth + 1) for child in getattr(one, "__dict__", {}).values())
             stack.extend((child, depth + 1) for child in one.values() if isinstance(child, _BOXES))
         elif isinstance(one, (list, tuple, set, frozenset)):
             left -= len(one)

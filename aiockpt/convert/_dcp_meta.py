@@ -6,16 +6,16 @@ for records, whose fields are checked one by one. Metadata of older versions lac
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
+from .._chunks import cover_problem
 from .._dtypes import NAME
 from ..errors import ForeignFormatError
-from ._census import census
+from ._census import census, shown
 from ._torch_names import TensorNames, sizes
 from ._unpickle import LIMIT, Global, Record, unpickle
 
@@ -201,7 +201,10 @@ class _Reader:
         file, offset, nbytes = info.field("relative_path"), info.field("offset"), info.field("length")
         if not isinstance(file, str) or any(type(n) is not int or n < 0 for n in (offset, nbytes)):
             raise self.bad("a place is none", path)
-        return Item(file, offset, nbytes, tuple(map(str, info.field("transform_descriptors") or ())))
+        transforms = info.field("transform_descriptors") or ()
+        if not isinstance(transforms, (list, tuple)) or not all(isinstance(t, str) for t in transforms):
+            raise self.bad("the transforms of a place are none", path)
+        return Item(file, offset, nbytes, tuple(transforms))
 
     def entry(self, name: str, entry: Any, places: dict[Any, Item]) -> TensorEntry | Item:
         """A tensor, or where a value is."""
@@ -214,7 +217,9 @@ class _Reader:
         shape = self.shape(entry.field("size"))
         boxes = entry.field("chunks")
         chunks = [self.chunk(name, box, places, shape) for box in boxes] if isinstance(boxes, list) else []
-        _check_cover(chunks, shape, lambda why: self.bad(why, name))
+        problem = cover_problem(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
+        if problem is not None:
+            raise self.bad(problem, name)
         return TensorEntry(dtype, shape, grad, chunks)
 
     def properties(self, value: Any, name: str) -> tuple[torch.dtype, bool]:
@@ -224,8 +229,9 @@ class _Reader:
         grad: Any = state[2] if isinstance(state, tuple) and len(state) > 2 else False
         if isinstance(state, dict):
             dtype, grad = state.get("dtype"), state.get("requires_grad", False)
-        if dtype not in NAME:
-            raise self.bad(f"a dtype that is not read: {str(dtype)[:40]}", name)
+        if not isinstance(dtype, torch.dtype) or dtype not in NAME:
+            known = str(dtype) if isinstance(dtype, torch.dtype) else shown(dtype)
+            raise self.bad(f"a dtype that is not read: {known}", name)
         return dtype, grad is True
 
     def chunk(self, name: str, box: Any, places: dict[Any, Item], shape: tuple[int, ...]) -> Chunk:
@@ -256,25 +262,3 @@ class _Reader:
         if missing is not None:
             raise self.bad("it has no path", missing)
         return {name: tuple(found[name]) for name in index.entries}
-
-
-def _check_cover(chunks: Sequence[Chunk], shape: tuple[int, ...], bad: Any) -> None:
-    """Every element lies in exactly one chunk: the volumes add up, and no two overlap."""
-    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
-        raise bad("its chunks leave a hole, or overlap")
-    boxes = [chunk for chunk in chunks if math.prod(chunk.sizes)]
-    boxes.sort(key=lambda chunk: chunk.offsets)
-    open_boxes: list[Chunk] = []
-    for box in boxes:
-        # Sorted by the first offset: who ended before this one begins meets nobody any more.
-        open_boxes = [
-            other for other in open_boxes if shape and other.offsets[0] + other.sizes[0] > box.offsets[0]
-        ]
-        if any(_meet(box, other) for other in open_boxes) or (not shape and len(boxes) > 1):
-            raise bad("its chunks overlap")
-        open_boxes.append(box)
-
-
-def _meet(one: Chunk, other: Chunk) -> bool:
-    pairs = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    return all(a < b + m and b < a + n for a, n, b, m in pairs)

@@ -12,6 +12,7 @@ import torch
 
 from .._dtypes import NAME
 from ..errors import ForeignFormatError
+from ._census import checked_keys, shown
 from ._leaf import MB, Bytes, Content, Leaf, Piece
 from ._unpickle import Global
 
@@ -144,9 +145,8 @@ class TensorNames:
         rest: Any,
     ) -> Leaf:
         if any(rest):
-            raise self.refuse(
-                f"a tensor is marked {str(rest)[:80]}, which is not read; resolve and save it again"
-            )
+            marks = ", ".join(shown(mark) for mark in rest[:4] if mark)
+            raise self.refuse(f"a tensor is marked {marks}, which is not read; resolve and save it again")
         shape, strides = sizes(size), sizes(stride)
         if shape is None or strides is None or len(shape) != len(strides) or dtype not in NAME:
             raise self.refuse(f"a tensor of {dtype} has no sound shape, or a dtype that is not read")
@@ -197,15 +197,15 @@ def _size(value: Any = ()) -> torch.Size:
     return torch.Size(shape)
 
 
-def _encoded(text: str, encoding: str = "latin1") -> bytes:
-    if encoding not in ("latin1", "latin-1"):
-        raise ValueError("an encoding that pickles do not use")
+def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
+    if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
+        raise ValueError("no text, or an encoding that pickles do not use")
     return text.encode("latin1")
 
 
-def _layout(name: str) -> Any:
+def _layout(name: Any) -> Any:
     if name != "torch.strided":
-        raise ValueError(f"layout {name[:40]} is not read")
+        raise ValueError(f"layout {shown(name)} is not read")
     return torch.strided
 
 
@@ -222,12 +222,18 @@ def _counter(counts: dict[Any, Any] | None = None) -> Counter[Any]:
     return Counter(counts if isinstance(counts, dict) else {})
 
 
-def _bytes(text: Any = b"", encoding: str = "latin1") -> bytes:
-    return text if isinstance(text, bytes) else _encoded(str(text), encoding) if text else b""
+def _bytes(text: Any = b"", encoding: Any = "latin1") -> bytes:
+    # Of a number bytes() makes that many zeros, of a list its members: no pickler writes either.
+    return text if isinstance(text, bytes) else _encoded(text, encoding)
+
+
+def _ordered(items: Any = ()) -> OrderedDict[Any, Any]:
+    pairs = [(key, value) for key, value in items]
+    return OrderedDict(zip(checked_keys(key for key, _ in pairs), (value for _, value in pairs), strict=True))
 
 
 _PLAIN: Final[Mapping[tuple[str, str], Callable[..., Any]]] = {
-    ("collections", "OrderedDict"): lambda items=(): OrderedDict((key, value) for key, value in items),
+    ("collections", "OrderedDict"): _ordered,
     ("collections", "Counter"): _counter,
     ("torch", "Size"): _size,
     ("torch", "device"): _device,
@@ -237,7 +243,7 @@ _PLAIN: Final[Mapping[tuple[str, str], Callable[..., Any]]] = {
         (module, name): make
         for module in ("builtins", "__builtin__")
         for name, make in (
-            ("set", lambda items=(): set(items)),
+            ("set", lambda items=(): set(checked_keys(items))),
             ("bytearray", lambda text=b"", encoding="latin1": bytearray(_bytes(text, encoding))),
             ("bytes", _bytes),
             ("complex", lambda real=0.0, imag=0.0: complex(float(real), float(imag))),

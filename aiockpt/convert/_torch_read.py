@@ -97,11 +97,8 @@ class _Storages:
 
     def place(self, keys: Any, at: int) -> None:
         """Find every storage's bytes: one after the other, each behind its number of elements."""
-        if (
-            not isinstance(keys, list)
-            or set(map(str, keys)) != set(self.known)
-            or len(keys) != len(self.known)
-        ):
+        sound = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
+        if not sound or set(keys) != set(self.known) or len(keys) != len(self.known):
             self.refuse("it does not list the storages it uses")
         for key in keys:
             late = self.known[key]

@@ -164,7 +164,7 @@ class Archive:
         while at + _ENTRY.size <= size:
             fields = _ENTRY.unpack_from(data, at)
             name, extra, comment = fields[10], fields[11], fields[12]
-            text = data[at + _ENTRY.size :][: name + extra]
+            text = data[at + _ENTRY.size : at + _ENTRY.size + name + extra]
             yield self._entry(fields, text[:name], text[name:])
             at += _ENTRY.size + name + extra + comment
         if at != size:
