@@ -66,3 +66,12 @@ def forget_frames(error: BaseException | None) -> None:
             traceback.clear_frames(one.__traceback__)
             todo += [one.__cause__, one.__context__]
             todo += one.exceptions if isinstance(one, BaseExceptionGroup) else []
+
+
+def told(error: BaseException) -> str:
+    """An error of somebody else's code in words: its type and its text, if that can be made."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text cannot be made)"
+    return f"{type(error).__name__}: {text}"

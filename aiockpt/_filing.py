@@ -17,7 +17,7 @@ from typing import Any
 
 from . import _placing
 from ._arena import Arenas
-from ._door import first, forget_frames, is_stuck
+from ._door import first, forget_frames, is_stuck, told
 from ._entry import Entry
 from ._ledger import Ledger
 from ._log import log
@@ -213,7 +213,7 @@ class Filing(Running[FileEntry]):
         if isinstance(root, OSError):
             ours = StorageError.wrap(root, "saving", file=path)
         else:
-            message = f"saving {path} failed: {type(root).__name__}: {root}"
+            message = f"saving {path} failed: {told(root)}"
             ours = SaveError(message, file=path, save_id=entry.pending.save_id)
         ours.__cause__ = root
         return ours
@@ -240,10 +240,7 @@ class Filing(Running[FileEntry]):
                 await outcome
         except Exception as cause:
             name = getattr(hook, "__qualname__", None) or type(hook).__qualname__
-            message = (
-                f"{saved.path} is in place, but the after-save hook {name} failed: "
-                f"{type(cause).__name__}: {cause}"
-            )
+            message = f"{saved.path} is in place, but the after-save hook {name} failed: {told(cause)}"
             error = PublishError(message, file=str(saved.path), publisher=name)
             error.__cause__ = cause
             self._report(error)
@@ -261,7 +258,7 @@ class Filing(Running[FileEntry]):
         try:
             kept = {*keep(files), files[-1].step}
         except Exception as error:
-            self._report(SaveError(f"keep= raised {type(error).__name__}: {error}", file=saved.url))
+            self._report(SaveError(f"keep= raised {told(error)}", file=saved.url))
             return
         for file in files:
             if file.step not in kept:

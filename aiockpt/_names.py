@@ -7,6 +7,7 @@ step that outgrows its zero padding still sorts where it belongs.
 
 from __future__ import annotations
 
+import os
 import re
 import string
 import uuid
@@ -27,6 +28,11 @@ _STEM: Final = 96
 def new_save_id() -> str:
     """A name for one save, for ever: 32 hex digits."""
     return uuid.uuid4().hex
+
+
+def stem(name: str) -> str:
+    """The beginning of a name, short enough in bytes for another name to be made of it."""
+    return os.fsencode(name)[:_STEM].decode("utf-8", "ignore")
 
 
 class StepNames:

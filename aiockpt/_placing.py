@@ -12,19 +12,19 @@ import ctypes
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Collection, Iterator
 
 from ._direct import named
 from ._files import FileSystem
 from ._log import log
+from ._names import stem
 from .errors import SaveError, UsageError
 
 __all__ = ["Place", "remove"]
 
 RENAME_EXCHANGE = 2
 AT_FDCWD = -100
-STEM = 100
-"""How much of a name its hidden folder shows: file systems stop at 255 bytes."""
 
 
 class Place:
@@ -45,7 +45,7 @@ class Place:
         self.folder, self.name = os.path.split(path)
         self.is_folder = False
         """Whether a folder was written; known once it is flushed."""
-        self._hidden = f".{self.name[:STEM]}.{save_id}.tmp"
+        self._hidden = f".{stem(self.name)}.{save_id}.tmp"
         self._aside = os.path.join(tmp_dir or self.folder, self._hidden)
         self._made: list[str] = []
         self._own = own_folders
@@ -72,7 +72,7 @@ class Place:
         """Flush what was written to stable storage; returns its bytes.
 
         Raises:
-            SaveError: nothing was written under the name, or more than that.
+            SaveError: nothing was written under the name, more than that, or no file and no folder.
         """
         found = sorted(os.listdir(self._aside))
         if found != [self.name]:
@@ -83,7 +83,14 @@ class Place:
                 f"a file or a folder, is moved to {self.folder}; nothing was"
             )
             raise SaveError(message, file=self.path)
-        self.is_folder = os.path.isdir(self.file)
+        mode = os.lstat(self.file).st_mode
+        self.is_folder = stat.S_ISDIR(mode)
+        if not self.is_folder and not stat.S_ISREG(mode):
+            # A pipe would be waited for, and what a link means may be neither flushed nor there to stay.
+            message = (
+                f"the savefun made {self.file} a {stat.filemode(mode)[0]!r} as ls says, no file or folder"
+            )
+            raise SaveError(message, file=self.path)
         return sum(self._sync(path, is_folder) for path, is_folder in _tree(self.file))
 
     def move(self) -> None:
