@@ -119,7 +119,7 @@ async def convert(
         step: of the step to read from a run folder, and of the one to write; by default the
             newest, and the source's own or 0.
         drop: leave out what the target cannot hold; by default that is an error.
-        overwrite: replace `dst`.
+        overwrite: replace `dst`, a folder with all that is in it; refused where that holds `src`.
         verify: check checksums of the source, and read back and compare what was written.
         budget: bytes of host memory, at least 8 MiB.
         max_shard_bytes: for safetensors in a folder, bytes of one file at the most.
@@ -159,7 +159,7 @@ def _check(to: str, budget: int) -> None:
 
 
 async def _carry_out(src: str, dst: str, to: Kind, options: Options, overwrite: bool) -> Conversion:
-    place = await offload(Place, dst, overwrite)
+    place = await offload(Place, dst, src, overwrite)
     source = await offload(kind_of, src)
     opened: Opened = await (await offload(_member, source)).open_source(src, options)
     try:
@@ -176,6 +176,7 @@ async def _convert(
 ) -> tuple[Columns, tuple[str, ...]]:
     state = opened.state if options.item is None else _item(opened.state, options.item)
     try:
+        await offload(place.prepare)
         written: Written = await (await offload(_member, to)).write(
             state, place.attempt, options, desk, opened.step
         )

@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from .._names import stem
 from .._threads import Lane, offload, settle
 from ..errors import UsageError
 from ._leaf import MB, Room
@@ -80,24 +81,47 @@ class Place:
 
     Args:
         path: where it is to be.
+        source: what is converted; it must not be replaced together with more than itself.
         overwrite: whether something may be there.
 
     Raises:
-        UsageError: something is there.
+        UsageError: something is there, the path is no name, or replacing it would delete the source.
     """
 
-    def __init__(self, path: str, overwrite: bool) -> None:
-        self.path = os.path.abspath(path)
+    def __init__(self, path: str, source: str, overwrite: bool) -> None:
+        self.path = _named(path)
         self.overwrite = overwrite
-        folder, name = os.path.split(self.path)
+        self._folder, name = os.path.split(self.path)
         token = uuid.uuid4().hex[:12]
         # The ending stays: it says to some formats whether they are a file.
         ending = os.path.splitext(name)[1]
-        self.attempt = os.path.join(folder, f".{name}.{token}.part{ending}")
-        self._aside = os.path.join(folder, f".{name}.{token}.old")
-        if os.path.lexists(self.path) and not overwrite:
-            raise self._taken()
-        os.makedirs(folder, exist_ok=True)
+        self.attempt = os.path.join(self._folder, f".{stem(name)}.{token}.part{stem(ending)}")
+        self._aside = os.path.join(self._folder, f".{stem(name)}.{token}.old")
+        self._made: list[str] = []
+        if os.path.lexists(self.path):
+            if not overwrite:
+                raise self._taken()
+            self._spare(source)
+
+    def _spare(self, source: str) -> None:
+        """Refuse to replace the folder that holds the source, and with it all that lies beside it."""
+        inside, above = os.path.realpath(source), os.path.join(os.path.realpath(self.path), "")
+        same = os.path.isdir(source) and os.path.join(inside, "") == above
+        if os.path.isdir(self.path) and not os.path.islink(self.path) and (same or inside.startswith(above)):
+            why = f"{self.path} is or holds the source, which replacing it would delete: give another dst"
+            raise UsageError(why, file=self.path)
+
+    def prepare(self) -> None:
+        """Make the folders above it that are missing, each durable in its parent."""
+        missing, folder = [], self._folder
+        while not os.path.isdir(folder):
+            missing.append(folder)
+            folder = os.path.dirname(folder)
+        for path in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path)
+                self._made.append(path)
+            flush(os.path.dirname(path))
 
     def _taken(self) -> UsageError:
         return UsageError(f"{self.path} is there already; say overwrite=True to replace it", file=self.path)
@@ -137,8 +161,24 @@ class Place:
         os.unlink(self.attempt)
 
     def remove(self) -> None:
-        """Remove what was made so far."""
+        """Remove what was made so far, and the folders that were made for it while they are empty."""
         _remove(self.attempt)
+        with contextlib.suppress(OSError):
+            while self._made:
+                os.rmdir(self._made.pop())
+
+
+def _named(path: object) -> str:
+    """The path made absolute.
+
+    Raises:
+        UsageError: it ends in no name: it means a folder by its place, like the one this process works in.
+    """
+    if not isinstance(path, str) or "\0" in path:
+        raise UsageError(f"dst is the path of a new file or folder, not {path!r:.80}")
+    if os.path.basename(path.rstrip(os.sep)) in ("", ".", ".."):
+        raise UsageError(f"dst={path!r} names no file or folder", file=path)
+    return os.path.abspath(path)
 
 
 def _remove(path: str) -> None:
