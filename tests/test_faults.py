@@ -177,7 +177,9 @@ async def test_going_back_may_fail_at_any_operation(floor: str, kind: Kind, tmp_
             assert number_in(again.values) == OLD
             await saver.save(state_of(7), step=NEW)
         async with Saver(store) as last:
-            assert leftovers(store) == [], hit
+            # A lease that could not be removed holds until it expires.
+            kept = ["leases"] if "delete leases/" in hit else []
+            assert leftovers(store) in ([], kept), hit
             restored = await last.restore()
             assert restored is not None
             assert number_in(restored.values) == 7

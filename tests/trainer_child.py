@@ -14,6 +14,7 @@ from typing import Any
 
 warnings.simplefilter("ignore")
 
+import torch  # noqa: E402
 from transformers import Trainer  # noqa: E402
 
 from aiockpt.errors import CheckpointError  # noqa: E402
@@ -56,3 +57,6 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    # Left to the interpreter's exit, gloo's threads end the process by an abort now and then.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
