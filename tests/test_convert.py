@@ -151,6 +151,13 @@ async def test_a_file_of_the_reference_library_is_read(tmp_path: Path) -> None:
     assert set(loaded) == {"a.weight", "b.weight", "a.bias", "b.bias"}
 
 
+async def test_a_tensor_called_as_the_format_is_no_tie(tmp_path: Path) -> None:
+    """Files say `format: pt` in the place where ties are noted."""
+    safetensors.torch.save_file({"pt": torch.ones(2)}, tmp_path / "m.safetensors", {"format": "pt"})
+    await aiockpt.convert(tmp_path / "m.safetensors", tmp_path / "run", to="aiockpt")
+    assert list(await aiockpt.load(tmp_path / "run")) == ["pt"]
+
+
 async def test_what_a_target_cannot_hold_is_refused_by_path(tmp_path: Path) -> None:
     """Values in safetensors, a path in torch's format: an error with every path, or left out on request."""
     state = {"w": torch.ones(2), "c": torch.ones(2, dtype=torch.complex128), "epoch": 3, "where": Path("/x")}

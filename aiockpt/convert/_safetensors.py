@@ -85,6 +85,7 @@ def read_header(member: Member) -> Header:
         found.leaves[key], begin, end = _leaf(key, entry, data)
         ends.append((begin, end, key))
     _check_gaps(sorted(ends), data)
+    notes.pop("format", None)  # `pt` says who wrote the file, also where a tensor is called so
     found.tied = {
         key: first for key, first in notes.items() if first in found.leaves and key not in found.leaves
     }
