@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -10,7 +9,7 @@ from ..errors import ForeignFormatError, UnsafeFileError
 from ._census import census
 from ._files import ForeignFile, Limited, Range, Source
 from ._torch_names import TensorNames
-from ._unpickle import LIMIT, Global, Table, unpickle
+from ._unpickle import LIMIT, unpickle
 from ._zip import Archive
 
 __all__ = ["read_archive", "read_legacy"]
@@ -19,15 +18,12 @@ _MAGIC: Final = 0x1950A86A20F9469CFC6C
 _PROTOCOL: Final = 1001
 
 
-def read_archive(
-    file: Source, *, verify: bool = True, extra: Callable[[str, str], Global | None] | None = None
-) -> Any:
+def read_archive(file: Source, *, verify: bool = True) -> Any:
     """The state in a zip archive of `torch.save`.
 
     Args:
         file: the archive, from its first byte to its last.
         verify: whether its records are compared with their CRC.
-        extra: more names the pickle may use.
 
     Raises:
         UnsafeFileError: it would run code.
@@ -47,15 +43,9 @@ def read_archive(
 
     names = TensorNames(file.name, file.nbytes, storage)
     data = pickle.read(LIMIT)
-    state = unpickle(data, _first(names, extra), file=file.name, persistent=names.persistent)
+    state = unpickle(data, names, file=file.name, persistent=names.persistent)
     census(state, len(data), file=file.name)
     return state
-
-
-def _first(names: TensorNames, extra: Table | None) -> Table:
-    if extra is None:
-        return names
-    return lambda module, name: names(module, name) or extra(module, name)
 
 
 def _check_order(archive: Archive) -> None:
